@@ -1,0 +1,310 @@
+"""
+The GPT of "Output Embedding Centering for Stable LLM Pretraining", and the output head with every way of taming its logits.
+
+Names and shapes: E output embeddings (V, H), mu their mean (H,), h final hidden states (N, H), logits (N, V) with
+l_i = e_i . h, lam the coefficient lambda, cap the soft-cap c. N counts token positions, V the vocabulary, H the width.
+
+A method that acts on the logits is a few lines in logits_to_loss, one that acts on the embeddings alone a few lines in
+embeddings_to_loss; the two that act on the weights (weight_decay, mu_centering) are a few lines around optimizer.step()
+in train.py.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+METHODS = ('baseline', 'weight_decay', 'z_loss', 'soft_capping', 'mu_loss', 'mu_centering')
+USES_LAM = ('weight_decay', 'z_loss', 'mu_loss')
+
+SIZES = {  # the paper's five, from Porian et al. (2024), and one for a CPU
+    'tiny': dict(n_layer=2, n_embd=64, n_head=4),
+    '16M': dict(n_layer=6, n_embd=224, n_head=4),
+    '29M': dict(n_layer=9, n_embd=320, n_head=4),
+    '57M': dict(n_layer=12, n_embd=480, n_head=4),
+    '109M': dict(n_layer=15, n_embd=640, n_head=4),
+    '221M': dict(n_layer=21, n_embd=832, n_head=4),
+}
+
+# What the head reports of a batch, as one vector: sums over positions, and last a maximum.
+STATS = ('loss', 'reg', 'logit_mean', 'logit_mean_squared', 'logit_std', 'logit_absmax', 'logit_max')
+
+
+@dataclass
+class GPTConfig:
+    n_layer: int = 6
+    n_embd: int = 224
+    n_head: int = 4
+    vocab_size: int = 50304
+    block_size: int = 2048
+    weight_tying: bool = False
+    rope_fraction: float = 0.5         # share of each head's dimensions that RoPE rotates
+    head_mode: str = 'baseline'        # one of METHODS
+    lam: float = 1e-4
+    cap: float = 30.0
+    dtype: str = 'float32'             # of the matrix products: float32, bfloat16 (autocast over fp32 weights) or float64
+    logits_dtype: str = 'float32'      # what the logits are rounded to
+    head: str = 'chunked'              # chunked: never holds N x V logits; plain: holds them all, for comparison
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the output head
+
+
+def logits_to_loss(logits, targets, config):
+    """
+    What a method does with the logits. The only place where the cross entropy, z-loss or soft-capping is written.
+
+    logits (N, V) in the dtype they were rounded to, targets (N,) int64. Returns the loss summed over positions (what
+    training minimises: cross entropy and regulariser) and the STATS vector (7,), detached. The softmax is in fp32.
+    """
+    full = torch.promote_types(logits.dtype, torch.float32)
+    if config.head_mode == 'soft_capping':  # l <- c tanh(l / c), Eq. 6; rounded once more, as a bf16 model would
+        logits = (config.cap * torch.tanh(logits.to(full) / config.cap)).to(logits.dtype)
+    logits = logits.to(full)
+    log_z = torch.logsumexp(logits, dim=-1)                                   # log Z, Eq. 4
+    loss = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)            # L = -log p_t, Eq. 1
+    if config.head_mode == 'z_loss':                                          # L_z = lam log^2 Z, Eq. 5
+        reg = config.lam * log_z.square()
+    else:
+        reg = torch.zeros_like(loss)
+    return (loss + reg).sum(), logit_stats(logits.detach(), loss.detach(), reg.detach())
+
+
+def embeddings_to_loss(E, config):
+    """What a method adds to the mean loss as a function of the output embeddings E (V, H) alone: a scalar."""
+    if config.head_mode == 'mu_loss':                                         # L_mu = lam mu . mu, Eq. 14
+        return config.lam * E.mean(dim=0).square().sum()
+    return E.new_zeros(())
+
+
+def logit_stats(logits, loss, reg):
+    """The STATS vector (7,) of logits (N, V), losses (N,) and regularisers (N,): moments over V, summed over N."""
+    mean = logits.mean(dim=-1)
+    std = (logits - mean[:, None]).square().mean(dim=-1).sqrt()
+    absmax = torch.maximum(logits.amax(dim=-1), -logits.amin(dim=-1))
+    return torch.stack([loss.sum(), reg.sum(), mean.sum(), mean.square().sum(), std.sum(), absmax.sum(), absmax.amax()])
+
+
+def merge_stats(a, b):
+    """STATS of two sets of positions together: sums are summed, the maximum is maximised."""
+    return torch.cat((a[:-1] + b[:-1], torch.maximum(a[-1:], b[-1:])))
+
+
+def product_operand(x, config):
+    """
+    Rounds h or E to logits_dtype and returns it in the dtype of the product. Under bf16 that is a plain cast; with bf16
+    logits under fp32 it gives the same numbers on a machine that has no bf16 units.
+    """
+    logits_dtype = getattr(torch, config.logits_dtype)
+    return x.to(logits_dtype).to(torch.promote_types(getattr(torch, config.dtype), logits_dtype))
+
+
+def product_to_logits(h, E, config):
+    """l_i = e_i . h (Eq. 1) for operands h (N, H), E (V, H): logits (N, V), rounded to logits_dtype."""
+    return (h @ E.T).to(getattr(torch, config.logits_dtype))
+
+
+def plain_head(h, E, targets, config):
+    """Loss summed over positions and STATS, from h (N, H), E (V, H), targets (N,), by autograd over all N x V logits."""
+    return logits_to_loss(product_to_logits(product_operand(h, config), product_operand(E, config), config), targets, config)
+
+
+def head_chunk(h, E, targets, grad_E, config):
+    """
+    One chunk of the chunked head: h (n, H) and E (V, H) as product operands. Adds the chunk's gradient to grad_E (V, H)
+    in place; returns the gradient of h (n, H), the summed loss and STATS.
+    """
+    logits = product_to_logits(h, E, config)
+    grad_logits, (loss, stats) = torch.func.grad_and_value(logits_to_loss, has_aux=True)(logits, targets, config)
+    grad_logits = grad_logits.to(E.dtype)
+    if grad_E.dtype == E.dtype:
+        grad_E.addmm_(grad_logits.T, h)
+    else:
+        grad_E += grad_logits.T @ h
+    return grad_logits @ E, loss, stats
+
+
+def chunk_size(vocab_size, device_type):
+    """Tokens in a chunk: on a GPU enough to keep it busy, on a CPU few enough for the logits to stay in cache."""
+    return 4096 if device_type == 'cuda' else max(64, min(1024, 2**22 // vocab_size))
+
+
+class ChunkedHead(torch.autograd.Function):
+    """plain_head without the N x V logits: loss and gradients together, chunk by chunk, with three products in all."""
+
+    @staticmethod
+    def forward(ctx, h, E, targets, config, chunk_fn):
+        n_chunks = -(-len(h) // chunk_size(len(E), h.device.type))
+        h_op, E_op = product_operand(h, config), product_operand(E, config)
+        grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
+        loss = stats = None
+        for h_c, t_c, grad_h_c in zip(h_op.chunk(n_chunks), targets.chunk(n_chunks), grad_h.chunk(n_chunks)):
+            g, loss_c, stats_c = chunk_fn(h_c, E_op, t_c, grad_E, config)
+            grad_h_c.copy_(g)
+            loss = loss_c if loss is None else loss + loss_c
+            stats = stats_c if stats is None else merge_stats(stats, stats_c)
+        ctx.save_for_backward(grad_h, grad_E)
+        ctx.mark_non_differentiable(stats)
+        return loss, stats
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        grad_h, grad_E = ctx.saved_tensors
+        return grad_h * grad_loss, grad_E * grad_loss, None, None, None
+
+
+@torch.no_grad()
+def head_stats(h, E, targets, config):
+    """STATS of h (N, H) without gradients, chunk by chunk: evaluation."""
+    E_op = product_operand(E, config)
+    n_chunks = -(-len(h) // chunk_size(len(E), h.device.type))
+    stats = None
+    for h_c, t_c in zip(product_operand(h, config).chunk(n_chunks), targets.chunk(n_chunks)):
+        _, stats_c = logits_to_loss(product_to_logits(h_c, E_op, config), t_c, config)
+        stats = stats_c if stats is None else merge_stats(stats, stats_c)
+    return stats
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the Transformer
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last dimension with a gain and no bias."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight)
+
+
+def rope_tables(config):
+    """cos and sin (block_size, d / 2) of m theta_j, theta_j = 10000^(-2j/d), for the d = rope_fraction * D rotated dimensions."""
+    d = int(config.rope_fraction * (config.n_embd // config.n_head)) // 2 * 2
+    theta = 10000.0 ** (-torch.arange(0, d, 2).double() / d)
+    angle = torch.arange(config.block_size).double()[:, None] * theta
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x, cos, sin):
+    """RoPE: turns the neighbouring pairs of the first dimensions of x (B, n_head, T, D) by the tables (T, d / 2)."""
+    d = 2 * cos.size(-1)
+    even, odd = x[..., 0:d:2], x[..., 1:d:2]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return torch.cat((turned, x[..., d:]), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.norm_q = LayerNorm(config.n_embd // config.n_head)
+        self.norm_k = LayerNorm(config.n_embd // config.n_head)
+
+    def forward(self, x, cos, sin):
+        B, T, H = x.shape
+        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.qkv(x).split(H, dim=2))
+        q, k = rotate(self.norm_q(q), cos, sin), rotate(self.norm_k(k), cos, sin)
+        y = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(B, T, H))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        hidden = 256 * math.ceil((8 * config.n_embd // 3) / 256)
+        self.gate = nn.Linear(config.n_embd, hidden, bias=False)
+        self.up = nn.Linear(config.n_embd, hidden, bias=False)
+        self.down = nn.Linear(hidden, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm_1 = LayerNorm(config.n_embd)
+        self.attn = Attention(config)
+        self.norm_2 = LayerNorm(config.n_embd)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attn(self.norm_1(x), cos, sin)
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only Transformer; `E` is its output embedding matrix, the input embedding too where tied."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm_f = LayerNorm(config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        cos, sin = rope_tables(config)
+        self.register_buffer('cos', cos, persistent=False)
+        self.register_buffer('sin', sin, persistent=False)
+        self.chunk_fn = head_chunk
+
+        nn.init.normal_(self.wte.weight, std=config.n_embd ** -0.5)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                small = name.endswith('attn.proj')
+                fan = sum(module.weight.shape)
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * config.n_layer) if small else math.sqrt(2 / fan))
+        if config.weight_tying:
+            self.wte.weight = self.lm_head.weight
+
+    @property
+    def E(self):
+        return self.lm_head.weight
+
+    def n_params(self):
+        """N as the paper counts it: every parameter, the head included, but not an untied input embedding."""
+        n = sum(p.numel() for p in self.parameters())
+        return n if self.config.weight_tying else n - self.wte.weight.numel()
+
+    def flops_per_token(self):
+        """FLOP that a training step needs for one token: 6 for each weight in a matrix product, and causal attention at half."""
+        c = self.config
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6 * weights + 6 * c.n_layer * c.block_size * c.n_embd
+
+    def compile(self):
+        """Compiles the Transformer and the body of the chunked head apart: compiled together the chunk loop is unrolled."""
+        self.hidden = torch.compile(self.hidden, dynamic=False)
+        self.chunk_fn = torch.compile(self.chunk_fn, dynamic=False)
+
+    def hidden(self, tokens):
+        """tokens (B, T) int64 -> final hidden states h (B, T, H)."""
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.config.dtype == 'bfloat16'):
+            x = self.wte(tokens)
+            cos, sin = self.cos[:tokens.size(1)], self.sin[:tokens.size(1)]
+            for block in self.blocks:
+                x = block(x, cos, sin)
+            return self.norm_f(x)
+
+    def forward(self, tokens, targets):
+        """
+        tokens, targets (B, T) int64 -> what training minimises (the mean over the B T positions of cross entropy and
+        regulariser) and the STATS vector (7,) of those positions. Without gradients (evaluation) no gradient is made.
+        """
+        h, targets = self.hidden(tokens).flatten(0, 1), targets.flatten()
+        if not torch.is_grad_enabled():
+            loss, stats = None, head_stats(h, self.E, targets, self.config)
+        elif self.config.head == 'chunked':
+            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, self.chunk_fn)
+        else:
+            loss, stats = plain_head(h, self.E, targets, self.config)
+        penalty = embeddings_to_loss(self.E, self.config)
+        stats = torch.cat((stats[:1], stats[1:2] + len(h) * penalty.detach(), stats[2:]))
+        return None if loss is None else loss / len(h) + penalty, stats
