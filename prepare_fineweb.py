@@ -1,0 +1,252 @@
+"""
+Turns text into token shards: FineWeb, shards that others published, local files, or Python's own standard library.
+
+    python prepare_fineweb.py                                     # FineWeb sample-100BT, 13.2B GPT-2 tokens, 27 GB
+    python prepare_fineweb.py --tokens=1e9                        # the first billion of them
+    python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
+    python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib     # no network, what the demo uses
+
+The val shard comes first, then the train shards. Every shard is written whole or not at all and meta.json says how far
+the text is used up, so the same command continues where it was stopped.
+"""
+import argparse
+import contextlib
+import functools
+import glob
+import hashlib
+import itertools
+import multiprocessing
+import os
+import sys
+import sysconfig
+
+import numpy as np
+from tqdm import tqdm
+
+from common import die, lock_folder, make_folder, number, parse_args, read_json, write_json
+from data import read_shard, write_shard
+
+PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in this very format, 100M a shard
+
+
+def parser():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = p.add_argument
+    add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'],
+        help='where the text comes from (default fineweb)')
+    add('--out', default='data/fineweb', help='folder of the shards (default data/fineweb)')
+    add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'],
+        help='gpt2: by tiktoken; bytes: UTF-8 bytes and an end-of-text token, needs no download (default gpt2)')
+    add('--tokens', type=number(1, integer=True), default=13_200_000_000,
+        help='training tokens to stop at; the paper sees 13.1e9 (default 13.2e9)')
+    add('--val_tokens', type=number(1, integer=True), default=10_500_000, help='tokens in the val shard (default 10.5e6)')
+    add('--shard_tokens', type=number(1, below=2**31, integer=True), default=100_000_000,
+        help='tokens in a train shard (default 1e8, 200 MB)')
+    add('--files', help="with --source=local: a quoted glob of .txt, .jsonl or .parquet files with a text column")
+    add('--name', help='FineWeb config, such as sample-10BT (default sample-100BT), or the dataset of pretokenized shards '
+                       f'(default {PRETOKENIZED})')
+    add('--workers', type=number(1, integer=True), default=os.cpu_count() or 1, help='tokenizing processes (default: all cores)')
+    return p
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# documents: each source yields texts, in an order that is always the same
+
+
+def stdlib_texts():
+    """The .py files of the standard library, in an order shuffled by a hash so that val and train are alike."""
+    root = sysconfig.get_paths()['stdlib']
+    paths = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in ('site-packages', 'dist-packages', '__pycache__')]
+        paths += [os.path.relpath(os.path.join(folder, f), root) for f in files if f.endswith('.py')]
+    for path in sorted(paths, key=lambda path: hashlib.sha256(path.encode()).digest()):
+        with open(os.path.join(root, path), encoding='utf-8', errors='replace') as file:
+            text = file.read()
+        if text:
+            yield text
+
+
+def dataset_texts(args):
+    """The text column of FineWeb or of local files, through Hugging Face datasets, streaming."""
+    if args.source == 'local':
+        paths = sorted(glob.glob(args.files or ''))
+        kinds = {os.path.splitext(path)[1] for path in paths}
+        loaders = {'.txt': 'text', '.jsonl': 'json', '.parquet': 'parquet'}
+        if not paths:
+            die(f'--files={args.files}: no such files; give a quoted glob such as --files="texts/*.txt"')
+        if len(kinds) > 1 or not kinds <= set(loaders):
+            die(f'--files={args.files}: should match one kind of .txt, .jsonl or .parquet, matches {", ".join(sorted(kinds))}')
+    import datasets  # slow to import, and not needed for the other sources
+    if args.source == 'local':
+        whole = {'sample_by': 'document'} if kinds == {'.txt'} else {}
+        rows = datasets.load_dataset(loaders[kinds.pop()], data_files=paths, split='train', streaming=True, **whole)
+    else:
+        rows = datasets.load_dataset('HuggingFaceFW/fineweb', name=args.name or 'sample-100BT', split='train', streaming=True)
+    for row in rows:
+        if not isinstance(row.get('text'), str):
+            die(f'--files={args.files}: each row needs a text column, found {", ".join(row)}')
+        yield row['text']
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tokens: every document starts with the end-of-text token
+
+
+@functools.lru_cache(maxsize=1)
+def gpt2():
+    import tiktoken
+    return tiktoken.get_encoding('gpt2')
+
+
+def encode_gpt2(text):
+    """text -> tokens (n,) uint16, the first is 50256."""
+    return np.array([gpt2().eot_token] + gpt2().encode_ordinary(text), np.uint16)
+
+
+def encode_bytes(text):
+    """text -> tokens (n,) uint16: 256, then the UTF-8 bytes."""
+    return np.concatenate(([256], np.frombuffer(text.encode('utf-8', 'surrogateescape'), np.uint8))).astype(np.uint16)
+
+
+def encode_all(texts, encode, workers):
+    """Encodes texts in several processes, in order, reading ahead no more than a few thousand of them."""
+    if workers == 1:
+        yield from map(encode, texts)
+        return
+    # spawned, not forked: tokenizer threads do not survive a fork, and a fork would inherit the folder lock
+    with multiprocessing.get_context('spawn').Pool(workers) as pool:
+        while batch := list(itertools.islice(texts, 256 * workers)):
+            yield from pool.imap(encode, batch, chunksize=16)
+
+
+def fetch_pretokenized(args, meta, meta_path):
+    """Downloads published shards: the val shard, then train shards until --tokens. Finished downloads are kept."""
+    from huggingface_hub import hf_hub_download
+    while not meta['complete']:
+        i = meta['shards']
+        file = f'fineweb_val_{0:06d}.bin' if i == 0 else f'fineweb_train_{i:06d}.bin'
+        try:
+            tokens = len(read_shard(hf_hub_download(args.name or PRETOKENIZED, file, repo_type='dataset', local_dir=args.out)))
+        except Exception as error:
+            if i > 1 and 'EntryNotFound' in type(error).__name__:
+                print(f'{args.name or PRETOKENIZED} has no more shards')
+                break
+            raise
+        meta.update(shards=i + 1, **{'val_tokens' if i == 0 else 'tokens': tokens + (0 if i == 0 else meta['tokens'])})
+        meta['complete'] = meta['tokens'] >= args.tokens
+        write_json(meta_path, meta)
+        print(f'{file}: {tokens:,} tokens')
+    write_json(meta_path, {**meta, 'complete': True})
+
+
+def no_network(args, error):
+    """One line for a download that failed, with what to do instead."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    die(f'--source={args.source}: download failed ({first}); without a network use --source=stdlib --tokenizer=bytes', 1)
+
+
+def main(argv=None):
+    args = parse_args(parser(), argv)
+    if (args.files is not None) != (args.source == 'local'):
+        die('--source=local needs --files="GLOB", and --files needs --source=local')
+
+    # what the shards depend on; the same command finds it in meta.json and continues
+    settings = {'source': args.source, 'name': args.name, 'files': args.files, 'tokenizer': args.tokenizer,
+                'requested_val_tokens': args.val_tokens, 'shard_tokens': args.shard_tokens}
+    meta = {**settings, 'vocab_size': 50257 if args.tokenizer == 'gpt2' else 257, 'documents': 0, 'within_document': 0,
+            'val_tokens': 0, 'tokens': 0, 'shards': 0, 'complete': False}
+    meta_path = os.path.join(args.out, 'meta.json')
+    if os.path.exists(meta_path):
+        stored = read_json(meta_path)
+        if stored.get('shards') != 0:
+            for key, value in settings.items():
+                if stored.get(key) != value:
+                    die(f'{meta_path} was made with {key}={stored.get(key)!r}, this command says {value!r}; choose another --out')
+            meta = stored
+    elif glob.glob(os.path.join(glob.escape(args.out), '*.bin')):
+        die(f'--out={args.out} has shards but no meta.json; choose another folder')
+    if meta['complete'] and meta['tokens'] >= args.tokens or meta.get('exhausted'):
+        print(f'{args.out} is done: {meta["tokens"]:,} training tokens in {meta["shards"]} shards')
+        return
+
+    encode = encode_bytes
+    if args.source == 'pretokenized' and args.tokenizer != 'gpt2':
+        die('--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
+    if args.source != 'pretokenized' and args.tokenizer == 'gpt2':
+        encode = encode_gpt2
+        try:
+            gpt2()
+        except Exception as error:
+            die(f"--tokenizer=gpt2: tiktoken could not load its ranks ({type(error).__name__}); "
+                "they are downloaded on first use. Without a network use --tokenizer=bytes", 1)
+
+    make_folder(args.out)
+    lock = lock_folder(args.out)
+    meta['complete'] = False
+    write_json(meta_path, meta)
+    if args.source == 'pretokenized':
+        try:
+            fetch_pretokenized(args, meta, meta_path)
+        except Exception as error:
+            no_network(args, error)
+        return
+
+    texts = stdlib_texts() if args.source == 'stdlib' else dataset_texts(args)
+    name = 'fineweb' if args.source == 'fineweb' else args.source
+    buffer, held = [], 0              # tokens of the shard in the making
+    skip = meta['within_document']    # tokens of the next document that a finished shard has already
+    documents, within = meta['documents'], skip
+    bar = tqdm(total=args.tokens + args.val_tokens, initial=meta['tokens'] + meta['val_tokens'], unit='tok', unit_scale=True,
+               mininterval=1, disable=None)
+
+    def room():
+        """Tokens that still go into the shard in the making."""
+        return (args.val_tokens if meta['shards'] == 0 else min(args.shard_tokens, args.tokens - meta['tokens'])) - held
+
+    def finish_shard():
+        """Writes the shard, then says so in meta.json: killed in between, the same shard is made again."""
+        split = 'val' if meta['shards'] == 0 else 'train'
+        write_shard(os.path.join(args.out, f'{name}_{split}_{max(0, meta["shards"] - 1):06d}.bin'), np.concatenate(buffer))
+        meta.update(shards=meta['shards'] + 1, documents=documents, within_document=within)
+        meta['val_tokens' if split == 'val' else 'tokens'] += held
+        write_json(meta_path, meta)
+
+    try:
+        with contextlib.closing(encode_all(itertools.islice(texts, documents, None), encode, args.workers)) as encoded:
+            for tokens in encoded:
+                tokens, within = tokens[skip:], skip
+                skip = 0
+                while len(tokens) and room() > 0:
+                    part = tokens[:room()]
+                    buffer.append(part)
+                    held, within, tokens = held + len(part), within + len(part), tokens[len(part):]
+                    bar.update(len(part))
+                    if len(tokens) == 0:
+                        documents, within = documents + 1, 0
+                    if room() == 0:
+                        finish_shard()
+                        buffer, held = [], 0
+                if room() <= 0:
+                    break
+            else:  # the text ended before --tokens
+                if meta['shards'] == 0:
+                    die(f'the text has only {held:,} tokens, too few for --val_tokens={args.val_tokens}')
+                if held:
+                    finish_shard()
+                meta['exhausted'] = True
+    except (OSError, RuntimeError, ValueError) as error:
+        if args.source == 'fineweb':
+            no_network(args, error)
+        die(f'--source={args.source}: {error}', 1)
+    bar.close()
+    if meta['tokens'] == 0:
+        die(f'the text has only {meta["val_tokens"]:,} tokens, none are left to train on; lower --val_tokens')
+    write_json(meta_path, {**meta, 'complete': True})
+    print(f'{args.out}: {meta["documents"]:,} documents, {meta["val_tokens"]:,} val and {meta["tokens"]:,} training tokens, '
+          f'{meta["shards"]} shards, vocabulary {meta["vocab_size"]}')
+    lock.close()
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -1,0 +1,532 @@
+"""
+One training run.
+
+    python train.py --method=mu_loss --lr=1e-1
+    torchrun --nproc_per_node=4 train.py --method=mu_loss --lr=1e-1
+    python train.py --method=mu_centering --size=tiny --steps=1000 --batch_size=8 --block_size=128     # on a laptop
+
+The defaults are the paper's Appendix A. The run's folder holds config.json, log.jsonl, ckpt.pt while it runs, and at the
+end model.pt and result.json. The same command again goes on where the run was stopped, or says that it is done.
+"""
+import argparse
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import data
+from common import die, lock_folder, make_folder, number, parse_args, read_json, write_atomic, write_json
+from model import GPT, METHODS, SIZES, STATS, USES_LAM, GPTConfig, merge_stats
+
+# Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as a part of its name.
+PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'A40': 150, 'A10': 125, 'L40S': 362,
+               'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71, 'B200': 2250}
+
+# Settings that may change when a run goes on; all others must be as they were.
+FREE = ('micro_batch_size', 'device', 'compile', 'ckpt_every', 'keep_every', 'wandb', 'threads', 'data', 'out',
+        'processes', 'commit', 'versions', 'device_name')
+
+
+def parser():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    whole, count, positive = number(0, integer=True), number(1, integer=True), number(above=0)
+    flag = argparse.BooleanOptionalAction
+
+    g = p.add_argument_group('method (Sections 1 and 2 of the paper)')
+    g.add_argument('--method', default='baseline', choices=METHODS, help='how the output logits are tamed (default baseline)')
+    g.add_argument('--lam', type=number(0), default=1e-4, help='λ of weight_decay, z_loss and mu_loss (Eq. 3, 5, 15; default 1e-4)')
+    g.add_argument('--cap', type=positive, default=30.0, help='soft-cap c of soft_capping (Eq. 6; default 30)')
+
+    g = p.add_argument_group('model (Appendix A)')
+    g.add_argument('--size', default='16M', choices=SIZES, help='one of the published sizes, or tiny (Eq. 19; default 16M)')
+    g.add_argument('--weight_tying', action=flag, default=False, help='one matrix for input and output embeddings (default no)')
+    g.add_argument('--n_layer', type=count, help='layers (default: from --size)')
+    g.add_argument('--n_embd', type=count, help='width H (default: from --size)')
+    g.add_argument('--n_head', type=count, help='attention heads (default: from --size)')
+    g.add_argument('--vocab_size', type=count, help='rows V of the head (default 50304; tiny: what the data needs, rounded up to 64)')
+    g.add_argument('--block_size', type=count, default=2048, help='sequence length in tokens (default 2048)')
+    g.add_argument('--rope_fraction', type=number(0, below=1.001), default=0.5,
+                   help='share of each head that RoPE rotates (default 0.5, as the published runs had it)')
+
+    g = p.add_argument_group('optimization (Appendix A)')
+    g.add_argument('--lr', type=positive, default=3e-3, help='peak learning rate η (Eq. 18; default 3e-3)')
+    g.add_argument('--min_lr', type=number(0), default=1e-5, help='where the cosine ends (default 1e-5)')
+    g.add_argument('--warmup', type=whole, help='steps of linear warm-up (default 5%% of --steps: 5,000 of 100,000)')
+    g.add_argument('--steps', type=count, default=100_000, help='optimizer steps (default 100,000)')
+    g.add_argument('--batch_size', type=count, default=64, help='sequences in a step, all processes together (default 64)')
+    g.add_argument('--beta1', type=number(0, below=1), default=0.9, help='AdamW β1 (default 0.9)')
+    g.add_argument('--beta2', type=number(0, below=1), default=0.95, help='AdamW β2 (default 0.95)')
+    g.add_argument('--eps', type=positive, default=1e-8, help='AdamW ε (default 1e-8)')
+    g.add_argument('--grad_clip', type=number(0), default=1.0, help='largest norm of the gradient, 0 for no clipping (default 1.0)')
+    g.add_argument('--seed', type=number(0, below=2**32, integer=True), default=1, help='of initialisation and data order (default 1)')
+
+    g = p.add_argument_group('precision and machine')
+    g.add_argument('--device', help='cuda, mps or cpu (default: the best there is)')
+    g.add_argument('--dtype', choices=['bfloat16', 'float32', 'float64'],
+                   help='of the matrix products; bfloat16 is autocast over fp32 weights (default bfloat16 on cuda, float32 elsewhere)')
+    g.add_argument('--logits_dtype', choices=['bfloat16', 'float32', 'float64'],
+                   help='what the logits are rounded to (default: --dtype); bfloat16 under float32 gives a CPU the numerics of BF16')
+    g.add_argument('--micro_batch_size', type=count,
+                   help='sequences in one forward pass of one process (default: the most that is estimated to fit); no effect on the result')
+    g.add_argument('--head', choices=['chunked', 'plain'], default='chunked',
+                   help='chunked never holds tokens x vocabulary logits, plain does (default chunked)')
+    g.add_argument('--compile', action=flag, help='torch.compile (default on cuda)')
+    g.add_argument('--threads', type=count, help='CPU threads of this process (default: what PyTorch chooses)')
+    g.add_argument('--deterministic', action=flag, default=False, help='deterministic kernels, for bit-exact resume on a GPU')
+
+    g = p.add_argument_group('data, output, logging')
+    g.add_argument('--data', help='folder of token shards (default data/fineweb)')
+    g.add_argument('--out', help="the run's own folder (default out/train/<name made from the settings>)")
+    g.add_argument('--log_every', type=count, default=10, help='steps between log lines (default 10)')
+    g.add_argument('--eval_every', type=whole, default=5000, help='steps between evaluations on the way, 0 for none (default 5,000)')
+    g.add_argument('--eval_tokens', type=count,
+                   help='test tokens of the initial loss and the evaluations on the way (default 1,048,576; on a CPU 16,384)')
+    g.add_argument('--test_tokens', type=count, help='test tokens of the final test loss (default 10,485,760; on a CPU 131,072)')
+    g.add_argument('--ckpt_every', type=whole, default=1000, help='steps between checkpoints, 0 for none (default 1,000)')
+    g.add_argument('--keep_every', type=whole, default=0, help='keep model_<step>.pt every so many steps, 0 for none (default 0)')
+    g.add_argument('--divergence_margin', type=positive, default=0.5,
+                   help='nats that the smoothed loss may stand above its lowest before the run counts as diverged (default 0.5)')
+    g.add_argument('--stop_on_divergence', action=flag, default=False, help='stop there (default: train on, as the paper does)')
+    g.add_argument('--wandb', help='Weights & Biases project to log to as well (default none)')
+    return p
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# small functions
+
+
+def learning_rate(step, s):
+    """η of step 0, 1, ...: lr (step + 1) / (warmup + 1), then a cosine that reaches min_lr at the last step (Appendix A)."""
+    if step < s['warmup']:
+        return s['lr'] * (step + 1) / (s['warmup'] + 1)
+    progress = (step - s['warmup']) / max(1, s['steps'] - 1 - s['warmup'])
+    return s['min_lr'] + 0.5 * (1 + math.cos(math.pi * progress)) * (s['lr'] - s['min_lr'])
+
+
+def run_name(s):
+    """<size>-<tied|untied>-<method>[-lam<λ>]-lr<lr>-s<seed>, numbers as %g."""
+    lam = f'-lam{s["lam"]:g}' if s['method'] in USES_LAM else ''
+    return f'{s["size"]}-{"tied" if s["weight_tying"] else "untied"}-{s["method"]}{lam}-lr{s["lr"]:g}-s{s["seed"]}'
+
+
+def default_data(on_cpu):
+    """The folder of shards when --data is not given: FineWeb; on a CPU, where there is none, the standard library's source."""
+    if os.path.isdir('data/fineweb'):
+        return 'data/fineweb'
+    if not on_cpu:
+        die('--data: data/fineweb is not there; make it with: python prepare_fineweb.py, or name another folder')
+    if not os.path.exists('data/stdlib/meta.json') and 'RANK' not in os.environ:
+        print('no data/fineweb here: making data/stdlib from the Python standard library instead', flush=True)
+        prepare = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'prepare_fineweb.py')
+        subprocess.run([sys.executable, prepare, '--source=stdlib', '--tokenizer=bytes', '--out=data/stdlib'], check=True)
+    return 'data/stdlib'
+
+
+def fitting_micro_batch(per_process, config, device):
+    """
+    The most sequences in a forward pass, a divisor of per_process, whose activations are estimated to fit the device:
+    about 40 H + 8 F bytes a token and layer (F the SwiGLU width) of what is free, on a CPU 16,384 tokens.
+    """
+    budget = 16384
+    if device.type == 'cuda':
+        H, F = config.n_embd, 256 * math.ceil((8 * config.n_embd // 3) / 256)
+        budget = 0.7 * torch.cuda.mem_get_info(device)[0] / (config.n_layer * (40 * H + 8 * F))
+    fitting = [m for m in range(1, per_process + 1) if per_process % m == 0 and m * config.block_size <= budget]
+    return max(fitting, default=1)
+
+
+def peak_flops(device_name):
+    """BF16 peak of the device in FLOP/s, None where PEAK_TFLOPS does not know it."""
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def git_commit():
+    try:
+        return subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True,
+                              text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def load_checkpoint(path):
+    """A checkpoint dict, tensors on the CPU; nothing in the file is executed. Exits with 2 where it is not whole."""
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        checkpoint['model'], checkpoint['step'], checkpoint['config']
+        return checkpoint
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
+        die(f'{path}: not a whole checkpoint ({reason}); move it away to start from the beginning')
+
+
+def cut_log(path, step):
+    """Keeps the log up to `step`: what a stopped run wrote after its last checkpoint is trained and written again."""
+    kept = []
+    if os.path.exists(path):
+        for line in open(path, encoding='utf-8'):
+            try:
+                kept += [line] if json.loads(line)['step'] <= step else []
+            except ValueError:  # half a line, written as the power went
+                pass
+        write_atomic(path, lambda file: file.write(''.join(kept)), mode='w')
+
+
+def log_line(entry, steps):
+    """One line for the terminal from a log entry."""
+    rate = entry['tokens_per_second']
+    left = entry['seconds_left']
+    return (f"step {entry['step']:>{len(str(steps))}}/{steps} | loss {entry['loss']:.4f} | reg {entry['reg']:.2e} | lr {entry['lr']:.2e} | "
+            f"|grad| {entry['grad_norm']:.2f} | |mu| {entry['mu_norm']:.3g} | logit mean {entry['logit_mean']:+.2f} "
+            f"max {entry['logit_max']:.1f} | {rate / 1000:.1f}k tok/s | mfu {'-' if entry['mfu'] is None else format(entry['mfu'], '.1%')} | "
+            f"{int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d} left")
+
+
+def diverged(counters, step, loss, s):
+    """
+    Our rule (the paper gives none): the loss is not finite, or its exponential average over log points, half-life 1% of
+    the steps, stands more than divergence_margin above its own lowest value after warm-up. Updates `counters`.
+    """
+    if not math.isfinite(loss):
+        return True
+    if counters['smooth_loss'] is None:
+        counters['smooth_loss'] = loss
+    keep = 0.5 ** ((step - counters['smooth_step']) / (0.01 * s['steps']))
+    counters['smooth_loss'] = keep * counters['smooth_loss'] + (1 - keep) * loss
+    counters['smooth_step'] = step
+    if step > s['warmup']:
+        counters['lowest_loss'] = min(counters['lowest_loss'], counters['smooth_loss'])
+    return counters['smooth_loss'] > counters['lowest_loss'] + s['divergence_margin']
+
+
+def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
+    """
+    The bare cross entropy, in nats, of the model (not its DDP wrapper) over the first n_tokens of the shards: the same
+    windows for every run, dealt out to the processes in turn.
+    """
+    block_size, device = model.config.block_size, model.E.device
+    n_windows = min(n_tokens // block_size, int(data.count_windows(shards, block_size).sum()))
+    windows = torch.arange(rank, n_windows, world_size).split(micro_batch_size)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in windows:
+        batch = torch.from_numpy(data.read_windows(shards, block_size, part.numpy(), model.config.vocab_size)).to(device)
+        with torch.no_grad():
+            total += model(batch[:, :-1], batch[:, 1:])[1][0].double().cpu()
+    if world_size > 1:
+        total = total.to(device)
+        dist.all_reduce(total)
+    return total.item() / (n_windows * block_size)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the run
+
+
+def main(argv=None):
+    args = parse_args(parser(), argv)
+    rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+    master = rank == 0
+
+    # device
+    if args.device is None:
+        args.device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if args.device not in ('cpu', 'cuda', 'mps') or args.device != 'cpu' and not getattr(torch, args.device).is_available():
+        die(f'--device={args.device}: not on this machine; should be cuda, mps or cpu')
+    device = torch.device(args.device, local_rank) if args.device == 'cuda' else torch.device(args.device)
+    if device.type == 'cuda':
+        if local_rank >= torch.cuda.device_count():
+            die(f'{local_rank + 1} processes on this machine, but it has {torch.cuda.device_count()} GPUs; lower --nproc_per_node')
+        torch.cuda.set_device(device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    # settings that follow from others
+    shape = SIZES[args.size]
+    for key in ('n_layer', 'n_embd', 'n_head'):
+        setattr(args, key, getattr(args, key) or shape[key])
+    on_gpu = device.type == 'cuda'
+    args.dtype = args.dtype or ('bfloat16' if on_gpu else 'float32')
+    args.logits_dtype = args.logits_dtype or args.dtype
+    args.compile = on_gpu if args.compile is None else args.compile
+    args.warmup = args.steps // 20 if args.warmup is None else args.warmup
+    args.eval_tokens = args.eval_tokens or (2**14 if device.type == 'cpu' else 2**20)
+    args.test_tokens = args.test_tokens or (2**17 if device.type == 'cpu' else 10 * 2**20)
+    args.data = args.data or default_data(device.type == 'cpu')
+
+    # what cannot work is said before anything is written
+    if args.n_embd % args.n_head or args.n_embd // args.n_head % 2:
+        die(f'--n_embd={args.n_embd} should be an even multiple of --n_head={args.n_head}')
+    if args.rope_fraction > 1:
+        die(f'--rope_fraction={args.rope_fraction:g} should be from 0 to 1')
+    if args.min_lr > args.lr:
+        die(f'--min_lr={args.min_lr:g} should not be above --lr={args.lr:g}')
+    if args.warmup >= args.steps:
+        die(f'--warmup={args.warmup} should be below --steps={args.steps}')
+    if args.batch_size % world_size:
+        die(f'--batch_size={args.batch_size} does not divide by the {world_size} processes')
+    per_process = args.batch_size // world_size
+    if args.micro_batch_size and per_process % args.micro_batch_size:
+        die(f'--micro_batch_size={args.micro_batch_size} does not divide the {per_process} sequences of each process')
+    for key in ('eval_tokens', 'test_tokens'):
+        if getattr(args, key) < args.block_size:
+            die(f'--{key}={getattr(args, key)} should be at least --block_size={args.block_size}')
+    if 'float64' in (args.dtype, args.logits_dtype) and args.dtype != args.logits_dtype:
+        die(f'--dtype={args.dtype} with --logits_dtype={args.logits_dtype}: float64 goes with float64 only')
+    train_shards, val_shards = data.load_shards(args.data, 'train'), data.load_shards(args.data, 'val')
+    n_windows = int(data.count_windows(train_shards, args.block_size).sum())
+    for split, shards in (('train', train_shards), ('val', val_shards)):
+        if data.count_windows(shards, args.block_size).sum() == 0:
+            die(f'--data={args.data}: no {split} shard has a whole window of --block_size={args.block_size} tokens')
+    vocabulary = data.vocabulary(args.data)
+    if args.vocab_size is None:
+        args.vocab_size = 64 * math.ceil(vocabulary / 64) if args.size == 'tiny' else 50304
+    if vocabulary > args.vocab_size:
+        die(f'--data={args.data}: its vocabulary has {vocabulary} tokens, more than the head (--vocab_size={args.vocab_size})')
+
+    config = GPTConfig(n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head, vocab_size=args.vocab_size,
+                       block_size=args.block_size, weight_tying=args.weight_tying, rope_fraction=args.rope_fraction,
+                       head_mode=args.method, lam=args.lam, cap=args.cap, dtype=args.dtype, logits_dtype=args.logits_dtype,
+                       head=args.head)
+    micro = args.micro_batch_size or fitting_micro_batch(per_process, config, device)
+    accumulation = per_process // micro
+    args.micro_batch_size = micro
+    args.out = args.out or os.path.join('out', 'train', run_name(vars(args)))
+    device_name = torch.cuda.get_device_name(device) if on_gpu else f'{device.type} ({platform.machine()})'
+    settings = {**vars(args), 'data_fingerprint': data.fingerprint(train_shards + val_shards), 'processes': world_size,
+                'threads': torch.get_num_threads(), 'device_name': device_name, 'commit': git_commit(),
+                'versions': {'python': platform.python_version(), 'torch': torch.__version__}}
+
+    # the run's folder: done, half done, or new
+    config_path, log_path, ckpt_path, model_path, result_path = (
+        os.path.join(args.out, name) for name in ('config.json', 'log.jsonl', 'ckpt.pt', 'model.pt', 'result.json'))
+    if os.path.exists(config_path):
+        before = read_json(config_path)
+        for key, value in json.loads(json.dumps(settings)).items():
+            if key not in FREE and before.get(key) != value:
+                die(f'{args.out} holds a run with {key}={before.get(key)!r}, this command has {value!r}; choose another --out')
+    if os.path.exists(result_path):
+        if master:
+            print(f'{args.out} is done: test loss {read_json(result_path).get("test_loss")}')
+        return 0
+    checkpoint = load_checkpoint(ckpt_path) if os.path.exists(ckpt_path) else None
+    if args.wandb:
+        try:
+            import wandb
+        except ImportError:
+            die('--wandb needs the wandb package: pip install wandb')
+    lock = None
+    if master:
+        make_folder(args.out)
+        lock = lock_folder(args.out)
+        write_json(config_path, settings)
+        cut_log(log_path, checkpoint['step'] if checkpoint else -1)
+
+    if world_size > 1:
+        dist.init_process_group('nccl' if on_gpu else 'gloo')
+    if args.deterministic:
+        os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+        torch.use_deterministic_algorithms(True)
+
+    # model and optimizer; initialised on the CPU, so every device and every method starts from the same weights
+    torch.manual_seed(args.seed)
+    raw_model = GPT(config)
+    if args.dtype == 'float64':
+        raw_model.double()
+    counters = {'elapsed': 0.0, 'step_seconds': 0.0, 'init_loss': None, 'diverged_step': None,
+                'skipped': 0, 'smooth_loss': None, 'smooth_step': 0, 'lowest_loss': math.inf}
+    step = 0
+    if checkpoint:
+        raw_model.load_state_dict(checkpoint['model'])
+        step, counters = checkpoint['step'], checkpoint['counters']
+    raw_model.to(device)
+    optimizer = torch.optim.AdamW(raw_model.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
+                                  weight_decay=0.0, fused=True)
+    if checkpoint:
+        optimizer.load_state_dict(checkpoint['optimizer'])
+        del checkpoint
+    if args.compile:
+        raw_model.compile()
+    model = raw_model
+    if world_size > 1:
+        model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True)
+    E = raw_model.E
+
+    if master:
+        print(f'{args.out}\n{args.method}, {args.size}, {raw_model.n_params() / 1e6:.1f}M parameters, {device_name}, {args.dtype}, '
+              f'logits {args.logits_dtype}; {args.batch_size} x {args.block_size} tokens a step: {world_size} process'
+              f'{"es" if world_size > 1 else ""} x {accumulation} x {micro}; {n_windows:,} windows in {args.data}'
+              + (f'; going on at step {step}' if step else ''), flush=True)
+        if args.wandb:
+            wandb.init(project=args.wandb, name=os.path.basename(args.out), id=os.path.basename(args.out), resume='allow', config=settings)
+
+    def write_log(entry):
+        if master:
+            with open(log_path, 'a', encoding='utf-8') as file:
+                file.write(json.dumps(entry) + '\n')
+            if args.wandb:
+                wandb.log(entry, step=entry['step'])
+
+    def save(path, **more):
+        if master:
+            state = {'model': raw_model.state_dict(), 'step': step, 'config': settings, **more}
+            write_atomic(path, lambda file: torch.save(state, file))
+
+    def load_batch(step):
+        """This process's share of the global batch of `step`, on the device: a list of (tokens, targets), micro-batches."""
+        windows = data.batch_windows(args.seed, step, args.batch_size, n_windows)[rank * per_process:(rank + 1) * per_process]
+        batch = torch.from_numpy(data.read_windows(train_shards, args.block_size, windows, args.vocab_size))
+        batch = batch.pin_memory().to(device, non_blocking=True) if on_gpu else batch.to(device)
+        return [(part[:, :-1], part[:, 1:]) for part in batch.split(micro)]
+
+    # SIGTERM and SIGINT save and exit, SIGUSR1 (SLURM's warning) saves and goes on
+    received = []
+    old_handlers = {s: signal.signal(s, lambda number, _: received.append(number)) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+
+    clock = time.perf_counter()
+    if counters['init_loss'] is None:
+        counters['init_loss'] = evaluate(raw_model, val_shards, args.eval_tokens, micro, rank, world_size)
+        write_log({'step': 0, 'test_loss': counters['init_loss']})
+    skipped = torch.tensor(float(counters['skipped']), device=device)  # steps since a gradient was not finite
+    finite = (skipped == 0).float()                                    # 1 until then; the host reads both at log steps only
+    peak = peak_flops(device_name)
+    exit_status, broken = 0, False
+    batch = load_batch(step) if step < args.steps else None
+    counters['elapsed'] += time.perf_counter() - clock
+    clock = interval = time.perf_counter()
+    interval_steps = 0
+
+    while step < args.steps:
+        lr = learning_rate(step, settings)
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+
+        # forward and backward: DDP reduces the gradients in the last micro-batch only
+        stats = None
+        for i, (tokens, targets) in enumerate(batch):
+            sync = world_size == 1 or i == accumulation - 1
+            with nullcontext() if sync else model.no_sync():
+                loss, micro_stats = model(tokens, targets)
+                (loss / accumulation).backward()
+            stats = micro_stats if stats is None else merge_stats(stats, micro_stats)
+        grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), args.grad_clip or math.inf)
+
+        # once a gradient is not finite the fused optimizer leaves the weights alone, without asking the host
+        finite *= torch.isfinite(grad_norm)
+        skipped += 1 - finite
+        optimizer.found_inf = 1 - finite
+        with torch.no_grad():
+            if args.method == 'weight_decay':  # E <- (1 - lam) E - lr u, whatever the learning rate (Eq. 2)
+                E.mul_(1 - args.lam * finite)
+            optimizer.step()
+            if args.method == 'mu_centering':  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
+                E.sub_(E.mean(dim=0))
+        optimizer.zero_grad(set_to_none=True)
+
+        step += 1
+        interval_steps += 1
+        if step < args.steps:
+            batch = load_batch(step)  # while the device still works on the step
+
+        last = step == args.steps
+        log_now = last or step == 1 or step % args.log_every == 0
+        eval_now = not last and args.eval_every and step % args.eval_every == 0
+        save_now = last or args.ckpt_every and step % args.ckpt_every == 0
+        keep_now = args.keep_every and step % args.keep_every == 0
+        signal_number = max(received, default=0) if world_size == 1 else 0
+
+        if log_now:
+            if world_size > 1:  # sums are summed; the maximum, and any signal, maximised
+                maxima = torch.stack((stats[-1].float(), torch.tensor(float(max(received, default=0)), device=device)))
+                dist.all_reduce(stats)
+                dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+                stats[-1], signal_number = maxima[0], int(maxima[1])
+            tokens_in_step = args.batch_size * args.block_size
+            means = dict(zip(STATS, (stats / tokens_in_step).tolist()))
+            bad_steps, grad_norm = int(skipped), grad_norm.item()  # the host waits for the device here
+            now = time.perf_counter()
+            rate = interval_steps * tokens_in_step / (now - interval)
+            counters['elapsed'] += now - clock
+            counters['step_seconds'] += now - interval
+            clock = interval = now
+            entry = {
+                'step': step, 'loss': means['loss'], 'reg': means['reg'], 'lr': lr, 'grad_norm': grad_norm,
+                'mu_norm': E.detach().mean(dim=0).norm().item(), 'logit_mean': means['logit_mean'],
+                'logit_mean_spread': math.sqrt(max(0.0, means['logit_mean_squared'] - means['logit_mean'] ** 2))
+                if math.isfinite(means['logit_mean_squared']) else math.nan,
+                'logit_std': means['logit_std'], 'logit_absmax': means['logit_absmax'], 'logit_max': stats[-1].item(),
+                'tokens_per_second': rate, 'mfu': peak and rate * raw_model.flops_per_token() / (world_size * peak),
+                'elapsed': counters['elapsed']}
+            interval_steps = 0
+            write_log(entry)
+            if master:
+                print(log_line({**entry, 'seconds_left': (args.steps - step) * tokens_in_step / rate}, args.steps), flush=True)
+
+            broken = bad_steps > 0 or not math.isfinite(means['loss'])  # the weights are the last finite ones
+            if (diverged(counters, step, means['loss'], settings) or broken) and counters['diverged_step'] is None:
+                counters['diverged_step'] = step - max(0, bad_steps - 1)
+                if master:
+                    print(f'diverged at step {counters["diverged_step"]}', flush=True)
+            ended = broken or args.stop_on_divergence and counters['diverged_step'] is not None
+            if ended:
+                break
+
+        if eval_now:
+            loss = evaluate(raw_model, val_shards, args.eval_tokens, micro, rank, world_size)
+            write_log({'step': step, 'test_loss': loss})
+            if master:
+                print(f'step {step}: test loss {loss:.4f} on {args.eval_tokens:,} tokens', flush=True)
+        if keep_now:
+            save(os.path.join(args.out, f'model_{step}.pt'))
+        if save_now or signal_number:
+            counters['elapsed'] += time.perf_counter() - clock
+            clock = time.perf_counter()
+            counters['skipped'] = int(skipped)
+            save(ckpt_path, optimizer=optimizer.state_dict(), counters=counters)
+        if eval_now or keep_now or save_now or signal_number:
+            interval, interval_steps = time.perf_counter(), 0
+        if signal_number in (signal.SIGTERM, signal.SIGINT):
+            exit_status = 128 + signal_number
+            break
+        received.clear()
+
+    if exit_status == 0:
+        # the end: test loss, model.pt, result.json, and the checkpoint goes
+        test_loss = math.nan if broken else evaluate(raw_model, val_shards, args.test_tokens, micro, rank, world_size)
+        counters['elapsed'] += time.perf_counter() - clock
+        write_log({'step': step, 'test_loss': test_loss})
+        save(model_path)
+        if master:
+            seconds = counters['step_seconds']
+            write_json(result_path, {
+                'method': args.method, 'size': args.size, 'n_params': raw_model.n_params(), 'weight_tying': int(args.weight_tying),
+                'lam': args.lam if args.method in USES_LAM else None, 'cap': args.cap if args.method == 'soft_capping' else None,
+                'lr': args.lr, 'seed': args.seed, 'steps': args.steps, 'logits_dtype': args.logits_dtype,
+                'init_loss': counters['init_loss'], 'test_loss': test_loss, 'diverged': int(counters['diverged_step'] is not None),
+                'diverged_step': counters['diverged_step'], 'mu_norm': E.detach().mean(dim=0).norm().item(),
+                'lr_sum': sum(learning_rate(i, settings) for i in range(step)), 'train_seconds': counters['elapsed'],
+                'tokens_per_second': step * args.batch_size * args.block_size / seconds if seconds else None, 'device': device_name})
+            if os.path.exists(ckpt_path):
+                os.unlink(ckpt_path)
+            print(f'done: test loss {test_loss:.4f} after {step} steps, {counters["elapsed"]:.0f} s, in {args.out}', flush=True)
+    elif master:
+        print(f'stopped by a signal at step {step}; the same command goes on from there', flush=True)
+
+    for number_, handler in old_handlers.items():
+        signal.signal(number_, handler)
+    if lock:
+        lock.close()
+    if world_size > 1:
+        dist.destroy_process_group()
+    return exit_status
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))
