@@ -78,20 +78,22 @@ def count_windows(shards, block_size):
     return np.array([max(0, len(shard) - 1) // block_size for shard in shards])
 
 
+def check_tokens(shard, start, end, vocab_size):
+    """shard[start:end]; exits with 2 on a token that a head of vocab_size rows does not have."""
+    tokens = shard[start:end]
+    if len(tokens) and tokens.max() >= vocab_size:
+        die(f'{shard.filename}: it has the token {tokens.max()}, but the head has only {vocab_size} rows (--vocab_size)')
+    return tokens
+
+
 def read_windows(shards, block_size, windows, vocab_size):
-    """
-    Windows (n,) by number, counted through all shards -> tokens (n, block_size + 1) int64. Exits with 2 on a token that
-    a head of vocab_size rows does not have.
-    """
+    """Windows (n,) by number, counted through all shards -> tokens (n, block_size + 1) int64, each below vocab_size."""
     ends = np.cumsum(count_windows(shards, block_size))
     which = np.searchsorted(ends, windows, side='right')
     first = np.concatenate(([0], ends))
     starts = (windows - first[which]) * block_size
-    tokens = np.stack([shards[i][s:s + block_size + 1] for i, s in zip(which, starts)]).astype(np.int64)
-    if tokens.max() >= vocab_size:
-        culprit = shards[which[tokens.max(axis=1).argmax()]]
-        die(f'{culprit.filename}: it has the token {tokens.max()}, but the head has only {vocab_size} rows (--vocab_size)')
-    return tokens
+    tokens = np.stack([check_tokens(shards[i], s, s + block_size + 1, vocab_size) for i, s in zip(which, starts)])
+    return tokens.astype(np.int64)
 
 
 @functools.lru_cache(maxsize=2)  # two epochs, for a batch that straddles them

@@ -290,6 +290,8 @@ def main(argv=None):
         args.vocab_size = 64 * math.ceil(vocabulary / 64) if args.size == 'tiny' else 50304
     if vocabulary > args.vocab_size:
         die(f'--data={args.data}: its vocabulary has {vocabulary} tokens, more than the head (--vocab_size={args.vocab_size})')
+    for shard in train_shards + val_shards:  # the start of each here, the rest as it is read
+        data.check_tokens(shard, 0, 2**20, args.vocab_size)
 
     config = GPTConfig(n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head, vocab_size=args.vocab_size,
                        block_size=args.block_size, weight_tying=args.weight_tying, rope_fraction=args.rope_fraction,
