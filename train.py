@@ -304,7 +304,7 @@ def main(argv=None):
     device_name = torch.cuda.get_device_name(device) if on_gpu else f'{device.type} ({platform.machine()})'
     settings = {**vars(args), 'data_fingerprint': data.fingerprint(train_shards + val_shards), 'processes': world_size,
                 'threads': torch.get_num_threads(), 'device_name': device_name, 'commit': git_commit(),
-                'versions': {'python': platform.python_version(), 'torch': torch.__version__}}
+                'versions': {'python': platform.python_version(), 'torch': str(torch.__version__)}}
 
     # the run's folder: done, half done, or new
     config_path, log_path, ckpt_path, model_path, result_path = (
@@ -426,7 +426,7 @@ def main(argv=None):
         optimizer.found_inf = 1 - finite
         with torch.no_grad():
             if args.method == 'weight_decay':  # E <- (1 - lam) E - lr u, whatever the learning rate (Eq. 2)
-                E.mul_(1 - args.lam * finite)
+                E.mul_(1 - args.lam * finite.to(E.dtype))
             optimizer.step()
             if args.method == 'mu_centering':  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
                 E.sub_(E.mean(dim=0))

@@ -1,0 +1,394 @@
+"""The paper's Facts, every method's mathematics, and the definitions that the numbers rest on; float64 unless rounding is the point."""
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import analyze
+import data
+import model as model_py
+import train
+from common import write_json
+from model import GPT, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, head_chunk, logits_to_loss, plain_head
+
+F64 = torch.float64
+BF16_UNIT = 2.0 ** -9  # largest relative error of one rounding to bf16 (8 significant bits)
+
+
+def random_heads(n=60):
+    """(h (N, H), E (V, H), targets (N,), generator) of many shapes and scales, with and without a shifted mean."""
+    for seed in range(n):
+        g = torch.Generator().manual_seed(seed)
+        N, V, H = (int(torch.randint(lo, hi, (), generator=g)) for lo, hi in ((1, 40), (2, 300), (1, 33)))
+        shift = torch.randn(H, generator=g, dtype=F64) * 10 ** float(torch.empty(()).uniform_(-2, 2, generator=g))
+        E = torch.randn(V, H, generator=g, dtype=F64) + shift
+        yield torch.randn(N, H, generator=g, dtype=F64), E, torch.randint(V, (N,), generator=g), g
+
+
+def config_64(method='baseline', **more):
+    return GPTConfig(head_mode=method, dtype='float64', logits_dtype='float64', **more)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the Facts
+
+
+def test_fact_1_the_mean_logit_is_mu_times_h():
+    for h, E, _, _ in random_heads():
+        torch.testing.assert_close((h @ E.T).mean(dim=1), h @ E.mean(dim=0), rtol=1e-10, atol=1e-10)
+
+
+def test_fact_2_centering_sets_the_mean_to_zero_and_leaves_std_probabilities_loss_and_gradients():
+    for h, E, targets, _ in random_heads():
+        results = []
+        for e in (E, E - E.mean(dim=0)):
+            h_, e_ = h.clone().requires_grad_(), e.clone().requires_grad_()
+            logits = h_ @ e_.T
+            loss = F.cross_entropy(logits, targets)
+            results.append((logits.detach(), logits.softmax(-1).detach(), loss.detach(), *torch.autograd.grad(loss, (h_, e_))))
+        (l, *before), (l_star, *after) = results
+        scale = l.abs().max().item()
+        torch.testing.assert_close(l_star.mean(dim=1), torch.zeros(len(h), dtype=F64), rtol=0, atol=1e-13 * scale)              # (i)
+        torch.testing.assert_close(l_star.std(dim=1), l.std(dim=1), rtol=1e-10, atol=1e-13 * scale)                            # (ii)
+        for a, b in zip(before, after):                                                                                        # (iii)
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12 * max(1, scale))
+
+
+def fact_3_terms(h, E):
+    """r_emb (V,), r_cos, r_log, and the factors max_i(‖e_i‖ |cos(h, e*_i)|) and max_i(‖e_i‖ |cos(h, e_i)|), for one h (H,)."""
+    E_star = E - E.mean(dim=0)
+    norm, norm_star = E.norm(dim=1), E_star.norm(dim=1)
+    cos, cos_star = (E @ h) / (norm * h.norm()), (E_star @ h) / (norm_star * h.norm())
+    return (norm_star / norm, cos_star.abs().max() / cos.abs().max(), (E_star @ h).abs().max() / (E @ h).abs().max(),
+            (norm * cos_star.abs()).max(), (norm * cos.abs()).max())
+
+
+def test_fact_3_as_it_holds():
+    for h, E, _, g in random_heads():
+        if E.size(1) < 2:
+            continue
+        r_emb, _, r_log, top, bottom = fact_3_terms(h[0], E)
+        assert r_log <= r_emb.max() * top / bottom * (1 + 1e-9)
+        # with embeddings of one length the paper's own statement holds
+        unit = E / E.norm(dim=1, keepdim=True)
+        r_emb, r_cos, r_log, _, _ = fact_3_terms(h[0], unit)
+        if bool((r_emb < 1).all()) and r_cos < 1:
+            assert r_log < 1
+
+
+def test_fact_3_does_not_hold_as_the_paper_states_it():
+    E = torch.tensor([[-1.0, 3.0]] * 999 + [[10.0, 1000.0]], dtype=F64)
+    r_emb, r_cos, r_log, _, _ = fact_3_terms(torch.tensor([1.0, 0.0], dtype=F64), E)
+    assert r_emb.max() < 0.9961 and abs(r_cos - 0.035) < 5e-4  # the premise holds
+    assert abs(r_log - 1.099) < 5e-4                           # the conclusion does not
+
+
+def shards(folder, vocab_size=60, n=6000):
+    """A folder with a train and a val shard of random tokens in which each token makes the next likely."""
+    tokens = np.cumsum(np.random.RandomState(0).randint(0, 3, n)) % vocab_size
+    for split in ('train', 'val'):
+        data.write_shard(os.path.join(folder, f'x_{split}_000000.bin'), tokens)
+    write_json(os.path.join(folder, 'meta.json'), {'vocab_size': vocab_size})
+    return str(folder)
+
+
+def run(out, *flags):
+    """train.main at a size that takes seconds; the checkpoint of the last step is kept. Returns that checkpoint."""
+    kept = pytest.MonkeyPatch()
+    kept.setattr(train.os, 'unlink', lambda path: None)  # ckpt.pt, which the end of a run removes
+    try:
+        assert train.main([f'--out={out}', '--size=tiny', '--vocab_size=64', '--n_embd=16', '--block_size=16', '--batch_size=4', '--device=cpu',
+                           '--test_tokens=64', '--eval_tokens=64', *flags]) == 0
+    finally:
+        kept.undo()
+    return torch.load(os.path.join(out, 'ckpt.pt'), weights_only=True)
+
+
+@pytest.mark.parametrize('lr', ['1e-3', '1e-2'])
+def test_fact_2_iii_in_training_centering_changes_nothing_but_the_output_embeddings(tmp_path, lr):
+    flags = (f'--data={shards(tmp_path)}', f'--lr={lr}', '--steps=50', '--dtype=float64', '--grad_clip=0.5')
+    base, centered = (run(tmp_path / m, f'--method={m}', *flags) for m in ('baseline', 'mu_centering'))
+    names = list(base['model'])
+    moved = base['model']['wte.weight'] - GPT(GPTConfig(**base_shape(base))).double().wte.weight.detach()
+    assert moved.abs().max() > 1e-3  # it did train
+    for name in names:
+        if name != 'lm_head.weight':
+            torch.testing.assert_close(base['model'][name], centered['model'][name], rtol=0, atol=1e-9)
+    difference = base['model']['lm_head.weight'] - centered['model']['lm_head.weight']
+    torch.testing.assert_close(difference, difference[:1].expand_as(difference), rtol=0, atol=1e-9)
+    assert difference.norm() > 1e-3 and centered['model']['lm_head.weight'].mean(dim=0).norm() < 1e-12
+    for i, state in base['optimizer']['state'].items():
+        torch.testing.assert_close(state['exp_avg_sq'], centered['optimizer']['state'][i]['exp_avg_sq'], rtol=0, atol=1e-9)
+
+
+def base_shape(checkpoint):
+    torch.manual_seed(checkpoint['config']['seed'])
+    return {k: checkpoint['config'][k] for k in ('n_layer', 'n_embd', 'n_head', 'vocab_size', 'block_size')}
+
+
+# ------------------------------------------------------------------------------------------------------------- the methods
+
+
+def equations(method, h, E, targets, lam, cap):
+    """Mean cross entropy and regulariser straight from the paper's equations, written out."""
+    l = h @ E.T
+    if method == 'soft_capping':
+        l = cap * torch.tanh(l / cap)
+    shift = l.max(dim=1).values
+    Z = (l - shift[:, None]).exp().sum(dim=1)
+    log_Z = Z.log() + shift
+    loss = -(l[torch.arange(len(l)), targets] - log_Z).mean()
+    mu = E.sum(dim=0) / len(E)
+    return loss, {'z_loss': lam * (log_Z ** 2).mean(), 'mu_loss': lam * (mu @ mu)}.get(method, torch.zeros((), dtype=F64))
+
+
+def head_loss(h, E, targets, config, chunked):
+    loss, stats = (ChunkedHead.apply(h, E, targets, config, head_chunk) if chunked else plain_head(h, E, targets, config))
+    return loss / len(h) + embeddings_to_loss(E, config), stats
+
+
+@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize('chunked', [False, True])
+def test_each_method_is_its_equation_in_both_heads(method, chunked, monkeypatch):
+    monkeypatch.setattr(model_py, 'chunk_size', lambda V, device: 7)
+    for h, E, targets, _ in random_heads(25):
+        config = config_64(method, lam=0.3, cap=5.0)
+        h, E = h.requires_grad_(), E.requires_grad_()
+        loss, reg = equations(method, h, E, targets, 0.3, 5.0)
+        ours, stats = head_loss(h, E, targets, config, chunked)
+        torch.testing.assert_close(ours, loss + reg, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(stats[0] / len(h), loss.detach(), rtol=1e-10, atol=1e-10)  # reported bare
+        for a, b in zip(torch.autograd.grad(ours, (h, E)), torch.autograd.grad(loss + reg, (h, E))):
+            assert (a - b).norm() <= 1e-10 * b.norm() + 1e-13
+
+
+@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize('chunked', [False, True])
+def test_gradcheck(method, chunked, monkeypatch):
+    monkeypatch.setattr(model_py, 'chunk_size', lambda V, device: 2)
+    g = torch.Generator().manual_seed(0)
+    h, E = (torch.randn(n, 4, generator=g, dtype=F64, requires_grad=True) for n in (5, 9))
+    targets = torch.randint(9, (5,), generator=g)
+    config = config_64(method, lam=0.5, cap=2.0)
+    assert torch.autograd.gradcheck(lambda h, E: head_loss(h, E, targets, config, chunked)[0], (h, E))
+
+
+@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_heads_agree_within_bf16_rounding(method, dtype, monkeypatch):
+    """Both ways to bf16 logits. Each head rounds the logit gradient D and its products to bf16 once: |error| <= 2 u |D| |E| a head."""
+    monkeypatch.setattr(model_py, 'chunk_size', lambda V, device: 50)
+    g = torch.Generator().manual_seed(1)
+    h = torch.randn(128, 32, generator=g).bfloat16().float().requires_grad_()
+    E = (torch.randn(500, 32, generator=g) + 0.5).bfloat16().float().requires_grad_()
+    targets = torch.randint(500, (128,), generator=g)
+    config = GPTConfig(head_mode=method, lam=0.01, cap=10.0, dtype=dtype, logits_dtype='bfloat16')
+    (a, stats_a), (b, stats_b) = (head_loss(h, E, targets, config, chunked) for chunked in (False, True))
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+    torch.testing.assert_close(stats_a, stats_b, rtol=1e-5, atol=1e-3)
+    logits = (h @ E.T).bfloat16().detach().requires_grad_()
+    D = torch.autograd.grad(logits_to_loss(logits, targets, config)[0], logits)[0].float().abs() / len(h)
+    for x, y, bound in zip(torch.autograd.grad(a, (h, E)), torch.autograd.grad(b, (h, E)), (D @ E.abs(), D.T @ h.abs())):
+        assert bool(((x - y).abs() <= 4 * BF16_UNIT * bound + 1e-7).all())
+        assert x.norm() > 1e-4
+
+
+def test_logits_are_rounded_to_bf16_and_the_example_of_the_introduction():
+    """128.5 becomes 128: the probability 0.142 becomes 0.091."""
+    h, E = torch.tensor([[128.0, 1.0]]), torch.tensor([[1.0, 0.5]] + [[1.0, 0.0]] * 10)
+    for dtype, logits_dtype, p in (('float32', 'float32', 0.142), ('float32', 'bfloat16', 0.091), ('bfloat16', 'bfloat16', 0.091),
+                                   ('bfloat16', 'float32', 0.142)):
+        for chunked in (False, True):
+            loss, _ = head_loss(h.requires_grad_(), E, torch.tensor([0]), GPTConfig(dtype=dtype, logits_dtype=logits_dtype), chunked)
+            assert abs(math.exp(-loss.item()) - p) < 5e-4
+
+
+def test_z_loss_treats_positive_and_negative_logits_differently():
+    """L_z(l_i) != L_z(-l_i); a single logit that falls to minus infinity is not held back, one that rises is."""
+    config, target = config_64('z_loss', lam=1.0), torch.tensor([1])
+
+    def L_z(l_i, others):
+        logits = torch.cat((l_i[None], others))[None]
+        return logits_to_loss(logits, target, config)[1][STATS.index('reg')], logits_to_loss(logits, target, config)[0]
+    for seed in range(20):
+        others = torch.randn(5, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        l = torch.tensor(4.0 + seed / 4, dtype=F64)
+        assert L_z(l, others)[0] > L_z(-l, others)[0] + 1e-3
+        far = torch.tensor(-40.0, dtype=F64, requires_grad=True)
+        assert abs(torch.autograd.grad(L_z(far, others)[1], far)[0]) < 1e-12
+        high = torch.tensor(40.0, dtype=F64, requires_grad=True)
+        assert torch.autograd.grad(L_z(high, others)[1], high)[0] > 79  # d log^2 Z / d l = 2 log Z, plus the cross entropy's 1
+
+
+@pytest.mark.parametrize('tying', ['--weight_tying', '--no-weight_tying'])
+def test_weight_decay_shrinks_the_output_embeddings_alone_and_whatever_the_learning_rate(tmp_path, tying):
+    """E <- (1 - lam) E - lr u: after one step it differs from the baseline by -lam E_0."""
+    for lr in ('1e-3', '1e-1'):
+        flags = (f'--data={shards(tmp_path)}', f'--lr={lr}', '--steps=1', '--dtype=float64', tying, '--min_lr=0')
+        base = run(tmp_path / f'b{lr}{tying}', *flags)
+        decayed = run(tmp_path / f'w{lr}{tying}', '--method=weight_decay', '--lam=0.03', *flags)
+        initial = GPT(GPTConfig(**base_shape(base), weight_tying=tying == '--weight_tying')).double().E.detach()
+        torch.testing.assert_close(decayed['model']['lm_head.weight'], base['model']['lm_head.weight'] - 0.03 * initial, rtol=0, atol=1e-14)
+        for name in base['model']:
+            if name != 'lm_head.weight' and not (name == 'wte.weight' and tying == '--weight_tying'):
+                assert torch.equal(base['model'][name], decayed['model'][name])
+
+
+@pytest.mark.parametrize('tying', ['--weight_tying', '--no-weight_tying'])
+def test_centering_leaves_no_more_than_rounding_after_every_step(tmp_path, tying):
+    """‖μ‖ <= 2^-23 ‖E‖_F in fp32, tied or not, where the baseline drifts."""
+    flags = (f'--data={shards(tmp_path)}', '--lr=0.3', '--steps=30', '--keep_every=1', '--log_every=1', tying)
+    run(tmp_path / 'c', '--method=mu_centering', *flags)
+    for step in range(1, 31):
+        E = torch.load(tmp_path / 'c' / f'model_{step}.pt', weights_only=True)['model']['lm_head.weight']
+        assert E.double().mean(dim=0).norm() <= 2.0 ** -23 * E.norm()
+    assert run(tmp_path / 'b', *flags)['model']['lm_head.weight'].mean(dim=0).norm() > 0.1
+
+
+# --------------------------------------------------------------------------------------------------------------- the model
+
+
+def test_sizes_are_the_published_ones():
+    for size, n in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
+        for tying in (False, True):
+            with torch.device('meta'):
+                assert round(GPT(GPTConfig(**SIZES[size], weight_tying=tying)).n_params() / 1e6, 1) == n
+    with torch.device('meta'):
+        assert GPT(GPTConfig(**SIZES['16M'])).flops_per_token() * 64 * 2048 == pytest.approx(1.44e13, rel=2e-3)
+
+
+@pytest.mark.parametrize('tying', [False, True])
+def test_initialisation(tying):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(**SIZES['16M'], weight_tying=tying))
+    H, V = 224, 50304
+    expected = {'qkv': math.sqrt(2 / (4 * H)), 'attn.proj': 0.02 / math.sqrt(12), 'gate': math.sqrt(2 / (H + 768)), 'up': math.sqrt(2 / (H + 768)),
+                'down': math.sqrt(2 / (H + 768)), 'lm_head': math.sqrt(2 / (H + V)), 'wte': math.sqrt(2 / (H + V)) if tying else H ** -0.5}
+    for name, parameter in gpt.named_parameters():
+        kind = next((k for k in expected if f'{k}.weight' in name), None)
+        if kind is None:
+            assert bool((parameter == 1).all()), name  # gains
+        else:
+            assert parameter.std().item() == pytest.approx(expected[kind], rel=5 / math.sqrt(parameter.numel())), name
+    tokens = torch.randint(V, (2, 129), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = gpt(tokens[:, :-1], tokens[:, 1:])[1][0].item() / 256
+    assert abs(loss - math.log(V)) < 0.1
+
+
+def test_rope_depends_on_distance_alone_and_turns_the_first_half():
+    config = GPTConfig(n_embd=64, n_head=2, block_size=32)
+    cos, sin = (t.double() for t in model_py.rope_tables(config))
+    q, k = (torch.randn(1, 1, 1, 32, generator=torch.Generator().manual_seed(s), dtype=F64).expand(1, 1, 32, 32) for s in (0, 1))
+    scores = model_py.rotate(q, cos, sin) @ model_py.rotate(k, cos, sin).transpose(-1, -2)
+    for distance in range(-31, 32):
+        values = scores[0, 0].diagonal(distance)
+        torch.testing.assert_close(values, values[:1].expand_as(values), rtol=0, atol=1e-5)  # the tables are fp32
+    assert torch.equal(model_py.rotate(q, cos, sin)[..., 16:], q[..., 16:]) and cos.shape == (32, 8)
+    # frequencies from the rotated half: theta_j = 10000^(-2j/16)
+    torch.testing.assert_close(cos[1], torch.cos(10000.0 ** (-torch.arange(8, dtype=F64) / 8)), rtol=0, atol=1e-7)
+
+
+def test_attention_is_causal():
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(n_layer=2, n_embd=32, n_head=4, vocab_size=64, block_size=16))
+    tokens = torch.randint(64, (1, 16))
+    changed = tokens.clone()
+    changed[0, 9:] = (changed[0, 9:] + 1) % 64
+    a, b = gpt.hidden(tokens), gpt.hidden(changed)
+    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+
+
+def test_learning_rate_schedule():
+    s = {'lr': 0.1, 'min_lr': 1e-5, 'warmup': 5000, 'steps': 100_000}
+    assert train.learning_rate(0, s) == pytest.approx(0.1 / 5001)
+    assert train.learning_rate(4999, s) == pytest.approx(0.1 * 5000 / 5001)
+    assert train.learning_rate(5000, s) == 0.1
+    assert train.learning_rate(99_999, s) == pytest.approx(1e-5)
+    assert train.learning_rate((5000 + 99_999) // 2, s) == pytest.approx(0.05, rel=1e-3)
+    rates = [train.learning_rate(i, s) for i in range(5000, 100_000)]
+    assert all(a > b for a, b in zip(rates, rates[1:]))
+
+
+# -------------------------------------------------------------------------------------------------- data order, statistics
+
+
+PINNED = ([775, 813, 549, 55, 416], [897, 578, 641, 935, 253], [1, 7, 8, 0, 3])
+
+
+def test_batch_order_is_pinned():
+    """Values of the frozen RandomState stream: were they to change, old runs could not be resumed."""
+    assert data.batch_windows(1, 0, 5, 1000).tolist() == PINNED[0]
+    assert data.batch_windows(1, 300, 5, 1000).tolist() == PINNED[1]
+    assert data.batch_windows(2**32 - 1, 7, 5, 10).tolist() == PINNED[2]
+
+
+
+def test_every_epoch_visits_every_window_once():
+    rng = np.random.RandomState(0)
+    for _ in range(200):
+        seed, n, B = int(rng.randint(2**31)), int(rng.randint(1, 60)), int(rng.randint(1, 20))
+        order = np.concatenate([data.batch_windows(seed, step, B, n) for step in range(3 * n)])
+        for epoch in range(3 * B):
+            assert sorted(order[epoch * n:(epoch + 1) * n]) == list(range(n))
+
+
+@pytest.mark.parametrize('method', ['baseline', 'soft_capping'])
+def test_statistics_are_their_definitions(method):
+    """analyze.statistics against the definitions written out position by position in float64."""
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=1, n_embd=16, n_head=2, vocab_size=96, block_size=8, head_mode=method, cap=3.0)
+    gpt = GPT(config)
+    with torch.no_grad():
+        gpt.E.add_(torch.randn(16))
+        gpt.E.mul_(3)
+    windows = torch.randint(96, (7, 9))
+    found = analyze.statistics(gpt, windows)
+    with torch.no_grad():
+        h_all, E = gpt.hidden(windows[:, :-1]).flatten(0, 1).double(), gpt.E.detach().double()
+    mu = E.mean(dim=0)
+    for i, h in enumerate(h_all):
+        r_emb, r_cos, r_log, _, _ = fact_3_terms(h, E)
+        l = E @ h
+        if method == 'soft_capping':
+            l = 3 * torch.tanh(l / 3)
+        expected = {'logit_mean': l.mean(), 'logit_std': l.std(correction=0), 'logit_absmax': l.abs().max(),
+                    'cos_mu_h': F.cosine_similarity(mu, h, dim=0), 'r_cos': r_cos, 'r_log': r_log}
+        for name, value in expected.items():
+            assert found[name][i].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5), name
+        assert found['fact_3'][i] == float(not ((r_emb < 1).all() and r_cos < 1) or r_log < 1)
+    torch.testing.assert_close(found['r_emb'].double(), r_emb, rtol=1e-5, atol=1e-6)
+    # the head's own statistics of a batch are the same quantities, averaged
+    stats = dict(zip(STATS, gpt(windows[:, :-1], windows[:, 1:])[1].tolist()))
+    n = len(h_all)
+    for name in ('logit_mean', 'logit_std', 'logit_absmax'):
+        assert stats[name] / n == pytest.approx(found[name].mean().item(), rel=1e-4)
+    assert stats['logit_max'] == pytest.approx(found['logit_absmax'].max().item(), rel=1e-5)
+    assert stats['logit_mean_squared'] / n == pytest.approx(found['logit_mean'].square().mean().item(), rel=1e-4)
+
+
+def test_lrs_is_the_papers_in_both_normalisations():
+    """Published losses of baseline and mu-centering at 16M, without weight tying, and the paper's table."""
+    for losses, mean, n1 in (([3.961, 3.881, 3.850, 3.841, 3.857, 4.269, 5.065], 0.262, 0.306),
+                             ([3.962, 3.881, 3.850, 3.842, 3.843, 3.844, 3.842], 0.024, 0.028)):
+        found = analyze.lrs(losses, [10.83] * 7)
+        assert found[0] == pytest.approx(mean, abs=6e-4) and found[1] == pytest.approx(n1, abs=6e-4)
+
+
+def test_lrs_laws():
+    rng = np.random.RandomState(0)
+    for _ in range(200):
+        n = int(rng.randint(2, 9))
+        losses = list(rng.uniform(3, 12, n))
+        L0 = [10.83] * n
+        mean, n1 = analyze.lrs(losses, L0)
+        assert mean >= 0 and n1 == pytest.approx(mean * n / (n - 1))
+        assert analyze.lrs(list(rng.permutation(losses)), L0)[0] == pytest.approx(mean)
+        assert analyze.lrs(losses + [min(losses)], L0 + [10.83])[0] == pytest.approx(mean * n / (n + 1))
+        assert analyze.lrs(losses + [math.nan], L0 + [10.83]) == analyze.lrs(losses + [10.83], L0 + [10.83])
+    assert analyze.lrs([3.0], [10.0])[0] == 0
+    assert analyze.lrs([math.inf, math.nan], [10.0, 10.0])[0] == 0
+    with pytest.raises(ValueError):
+        analyze.lrs([math.nan, 3.0], [None, None])
