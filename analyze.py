@@ -19,7 +19,7 @@ import torch
 import data
 import plots
 from common import die, make_folder, parse_args, read_json, write_atomic, write_json
-from model import GPT, METHODS, SIZES, GPTConfig, chunk_size
+from model import GPT, METHODS, SIZES, GPTConfig, chunk_size, gpt_config
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
 
@@ -92,9 +92,7 @@ def analyze_run(folder):
         try:
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
             s = checkpoint['config']
-            model = GPT(GPTConfig(n_layer=s['n_layer'], n_embd=s['n_embd'], n_head=s['n_head'], vocab_size=s['vocab_size'],
-                                  block_size=s['block_size'], weight_tying=s['weight_tying'], rope_fraction=s['rope_fraction'],
-                                  head_mode=s['method'], lam=s['lam'], cap=s['cap'], dtype=s['dtype'], logits_dtype=s['logits_dtype']))
+            model = GPT(gpt_config(s))
             model.load_state_dict(checkpoint['model'])
         except Exception as error:
             die(f'{path}: not a model of this project ({" ".join(str(error).split())[:150] or type(error).__name__})')
@@ -329,11 +327,11 @@ def main(argv=None):
             plots.statistics_against_lr(part, os.path.join(out, 'figures', f'statistics_{name}'))
         else:
             print(f'no figure of ‖μ‖ and the logits ({name}): the csv has no such columns')
-        sized = [r for r in table if r['weight_tying'] == tying and r['n_params']]
+        sized = [r for r in table if r['weight_tying'] == tying and r['n_params'] and r['lrs'] > 0]
         if sized:
             plots.lrs_against_n(sized, os.path.join(out, 'figures', f'lrs_{name}'))
         else:
-            print(f'no figure of LRS against N ({name}): the csv has no n_params')
+            print(f'no figure of LRS against N ({name}): no size has both n_params and an LRS above 0')
     print(f'wrote {out}: {", ".join(sorted(os.listdir(out)))}')
     return 0
 

@@ -99,9 +99,11 @@ def lock_folder(path):
     Takes `path` for this process and returns the open lock file: the lock goes when the file is closed or the process
     ends, however it ends. Exits with 3 while another process holds it.
     """
-    file = open(os.path.join(path, '.lock'), 'w')
     try:
+        file = open(os.path.join(path, '.lock'), 'w')
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
     except BlockingIOError:
         die(f'{path}: another process is working in this folder', status=3)
-    return file
+    except OSError as error:
+        die(f'cannot write in the folder {path}: {error.strerror}', status=1)

@@ -9,7 +9,7 @@ embeddings_to_loss; the two that act on the weights (weight_decay, mu_centering)
 in train.py.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -46,6 +46,11 @@ class GPTConfig:
     dtype: str = 'float32'             # of the matrix products: float32, bfloat16 (autocast over fp32 weights) or float64
     logits_dtype: str = 'float32'      # what the logits are rounded to
     head: str = 'chunked'              # chunked: never holds N x V logits; plain: holds them all, for comparison
+
+
+def gpt_config(settings):
+    """The GPTConfig of a run's settings (train.py's flags, config.json), which call head_mode method."""
+    return GPTConfig(**{f.name: settings['method' if f.name == 'head_mode' else f.name] for f in fields(GPTConfig)})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

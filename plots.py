@@ -122,8 +122,9 @@ def statistics_against_lr(rows, path):
     panels = [p for p in panels if any(r[p[0]] is not None for r in rows)]
     figure, axes = plt.subplots(-(-len(panels) // 2), min(2, len(panels)), figsize=(7.2, 3 * -(-len(panels) // 2) + 0.5), squeeze=False)
     for ax, (column, name, scale) in zip(axes.flat, panels):
-        curves(ax, rows, lambda r: r[column])
         ax.set_yscale(scale, **({'linthresh': 1} if scale == 'symlog' else {}))
+        curves(ax, rows, lambda r: r[column])
+        ax.margins(y=0.1)
         ax.set_ylabel(name)
         if column == 'mu_norm':
             ax.set_ylim(bottom=-0.1)

@@ -6,7 +6,7 @@
 #   bash sweep.sh demo            a grid for a CPU: prepares its data, minutes
 #
 # Narrow or widen any of them by environment variables, lists separated by spaces:
-#   METHODS SIZES LRS TYING (untied tied) LAMS (of z_loss and mu_loss) SEEDS STEPS
+#   METHODS SIZES LRS TYING (untied tied) LAMS (weight_decay keeps the paper's 1e-4) SEEDS STEPS
 #   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo: the cores)
 #   OUT     folder of the runs (default out/<grid>)                      DATA     folder of the shards
 #   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, run nothing
@@ -41,13 +41,14 @@ export STEPS DATA OUT NPROC JOBS RETRIES
 
 # The plan: seven fields a run, each ended by a NUL, so that nothing in them is taken for code.
 plan() {
-  local size tying lr method lam lams seed name
+  local size tying lr method lam lams seed name uses_lam
+  uses_lam=" $(sed -n 's/^USES_LAM = //p' model.py | tr -d "(),'") "
   for size in $SIZES; do for tying in $TYING; do for lr in $LRS; do for method in $METHODS; do
-    lams=1e-4
-    case $method in z_loss | mu_loss) lams=$LAMS ;; esac
+    lams=$LAMS
+    if [ "$method" = weight_decay ] || [ "${uses_lam/ $method /}" = "$uses_lam" ]; then lams=1e-4; fi
     for lam in $lams; do for seed in $SEEDS; do
       name=$size-$tying-$method
-      case $method in weight_decay | z_loss | mu_loss) name+=-lam$(printf %g "$lam") ;; esac
+      [ "${uses_lam/ $method /}" = "$uses_lam" ] || name+=-lam$(printf %g "$lam")
       printf '%s\0' "$name-lr$(printf %g "$lr")-s$seed" "$size" "$tying" "$method" "$lr" "$lam" "$seed"
     done; done
   done; done; done; done

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 
 import torch
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
 from common import die, lock_folder, make_folder, number, parse_args, read_json, write_atomic, write_json
-from model import GPT, METHODS, SIZES, STATS, USES_LAM, GPTConfig, merge_stats
+from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats
 
 # Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as a part of its name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'A40': 150, 'A10': 125, 'L40S': 362,
@@ -131,6 +132,70 @@ def default_data(on_cpu):
     return 'data/stdlib'
 
 
+def find_device(args, local_rank):
+    """The torch device of this process; sets args.device and, on a CPU, the number of threads."""
+    if args.device is None:
+        args.device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if args.device not in ('cpu', 'cuda', 'mps') or args.device != 'cpu' and not getattr(torch, args.device).is_available():
+        die(f'--device={args.device}: not on this machine; should be cuda, mps or cpu')
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.device != 'cuda':
+        return torch.device(args.device)
+    if local_rank >= torch.cuda.device_count():
+        die(f'{local_rank + 1} processes on this machine, but it has {torch.cuda.device_count()} GPUs; lower --nproc_per_node')
+    torch.cuda.set_device(local_rank)
+    return torch.device('cuda', local_rank)
+
+
+def fill_in(args, device_type, world_size):
+    """Fills in the settings that follow from others, and refuses combinations that cannot work."""
+    for key in ('n_layer', 'n_embd', 'n_head'):
+        setattr(args, key, getattr(args, key) or SIZES[args.size][key])
+    args.dtype = args.dtype or ('bfloat16' if device_type == 'cuda' else 'float32')
+    args.logits_dtype = args.logits_dtype or args.dtype
+    args.compile = device_type == 'cuda' if args.compile is None else args.compile
+    args.warmup = args.steps // 20 if args.warmup is None else args.warmup
+    args.eval_tokens = args.eval_tokens or (2**14 if device_type == 'cpu' else 2**20)
+    args.test_tokens = args.test_tokens or (2**17 if device_type == 'cpu' else 10 * 2**20)
+    args.data = args.data or default_data(device_type == 'cpu')
+    args.out = args.out or os.path.join('out', 'train', run_name(vars(args)))
+
+    if args.n_embd % args.n_head or args.n_embd // args.n_head % 2:
+        die(f'--n_embd={args.n_embd} should be an even multiple of --n_head={args.n_head}')
+    if args.rope_fraction > 1:
+        die(f'--rope_fraction={args.rope_fraction:g} should be from 0 to 1')
+    if args.min_lr > args.lr:
+        die(f'--min_lr={args.min_lr:g} should not be above --lr={args.lr:g}')
+    if args.warmup >= args.steps:
+        die(f'--warmup={args.warmup} should be below --steps={args.steps}')
+    if args.batch_size % world_size:
+        die(f'--batch_size={args.batch_size} does not divide by the {world_size} processes')
+    if args.micro_batch_size and args.batch_size // world_size % args.micro_batch_size:
+        die(f'--micro_batch_size={args.micro_batch_size} does not divide the {args.batch_size // world_size} sequences of each process')
+    for key in ('eval_tokens', 'test_tokens'):
+        if getattr(args, key) < args.block_size:
+            die(f'--{key}={getattr(args, key)} should be at least --block_size={args.block_size}')
+    if 'float64' in (args.dtype, args.logits_dtype) and args.dtype != args.logits_dtype:
+        die(f'--dtype={args.dtype} with --logits_dtype={args.logits_dtype}: float64 goes with float64 only')
+
+
+def load_data(args):
+    """The train and the val shards; sets args.vocab_size. Exits with 2 where they do not fit the head or have no window."""
+    train_shards, val_shards = data.load_shards(args.data, 'train'), data.load_shards(args.data, 'val')
+    for split, shards in (('train', train_shards), ('val', val_shards)):
+        if data.count_windows(shards, args.block_size).sum() == 0:
+            die(f'--data={args.data}: no {split} shard has a whole window of --block_size={args.block_size} tokens')
+    vocabulary = data.vocabulary(args.data)
+    if args.vocab_size is None:
+        args.vocab_size = 64 * math.ceil(vocabulary / 64) if args.size == 'tiny' else 50304
+    if vocabulary > args.vocab_size:
+        die(f'--data={args.data}: its vocabulary has {vocabulary} tokens, more than the head (--vocab_size={args.vocab_size})')
+    for shard in train_shards + val_shards:  # the start of each here, the rest as it is read
+        data.check_tokens(shard, 0, 2**20, args.vocab_size)
+    return train_shards, val_shards
+
+
 def fitting_micro_batch(per_process, config, device):
     """
     The most sequences in a forward pass, a divisor of per_process, whose activations are estimated to fit the device:
@@ -160,7 +225,9 @@ def git_commit():
 def load_checkpoint(path):
     """A checkpoint dict, tensors on the CPU; nothing in the file is executed. Exits with 2 where it is not whole."""
     try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        with warnings.catch_warnings():  # torch warns of an odd pickle before it refuses it; one line is enough
+            warnings.simplefilter('ignore')
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
         checkpoint['model'], checkpoint['step'], checkpoint['config']
         return checkpoint
     except Exception as error:
@@ -180,14 +247,14 @@ def cut_log(path, step):
         write_atomic(path, lambda file: file.write(''.join(kept)), mode='w')
 
 
-def log_line(entry, steps):
+def log_line(entry, steps, seconds_left):
     """One line for the terminal from a log entry."""
-    rate = entry['tokens_per_second']
-    left = entry['seconds_left']
+    left = int(seconds_left)
+    mfu = '-' if entry['mfu'] is None else f"{entry['mfu']:.1%}"
     return (f"step {entry['step']:>{len(str(steps))}}/{steps} | loss {entry['loss']:.4f} | reg {entry['reg']:.2e} | lr {entry['lr']:.2e} | "
             f"|grad| {entry['grad_norm']:.2f} | |mu| {entry['mu_norm']:.3g} | logit mean {entry['logit_mean']:+.2f} "
-            f"max {entry['logit_max']:.1f} | {rate / 1000:.1f}k tok/s | mfu {'-' if entry['mfu'] is None else format(entry['mfu'], '.1%')} | "
-            f"{int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d} left")
+            f"max {entry['logit_max']:.1f} | {entry['tokens_per_second'] / 1000:.1f}k tok/s | mfu {mfu} | "
+            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left")
 
 
 def diverged(counters, step, loss, s):
@@ -234,105 +301,52 @@ def main(argv=None):
     args = parse_args(parser(), argv)
     rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
     master = rank == 0
-
-    # device
-    if args.device is None:
-        args.device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-    if args.device not in ('cpu', 'cuda', 'mps') or args.device != 'cpu' and not getattr(torch, args.device).is_available():
-        die(f'--device={args.device}: not on this machine; should be cuda, mps or cpu')
-    device = torch.device(args.device, local_rank) if args.device == 'cuda' else torch.device(args.device)
-    if device.type == 'cuda':
-        if local_rank >= torch.cuda.device_count():
-            die(f'{local_rank + 1} processes on this machine, but it has {torch.cuda.device_count()} GPUs; lower --nproc_per_node')
-        torch.cuda.set_device(device)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-
-    # settings that follow from others
-    shape = SIZES[args.size]
-    for key in ('n_layer', 'n_embd', 'n_head'):
-        setattr(args, key, getattr(args, key) or shape[key])
+    device = find_device(args, local_rank)
     on_gpu = device.type == 'cuda'
-    args.dtype = args.dtype or ('bfloat16' if on_gpu else 'float32')
-    args.logits_dtype = args.logits_dtype or args.dtype
-    args.compile = on_gpu if args.compile is None else args.compile
-    args.warmup = args.steps // 20 if args.warmup is None else args.warmup
-    args.eval_tokens = args.eval_tokens or (2**14 if device.type == 'cpu' else 2**20)
-    args.test_tokens = args.test_tokens or (2**17 if device.type == 'cpu' else 10 * 2**20)
-    args.data = args.data or default_data(device.type == 'cpu')
-
-    # what cannot work is said before anything is written
-    if args.n_embd % args.n_head or args.n_embd // args.n_head % 2:
-        die(f'--n_embd={args.n_embd} should be an even multiple of --n_head={args.n_head}')
-    if args.rope_fraction > 1:
-        die(f'--rope_fraction={args.rope_fraction:g} should be from 0 to 1')
-    if args.min_lr > args.lr:
-        die(f'--min_lr={args.min_lr:g} should not be above --lr={args.lr:g}')
-    if args.warmup >= args.steps:
-        die(f'--warmup={args.warmup} should be below --steps={args.steps}')
-    if args.batch_size % world_size:
-        die(f'--batch_size={args.batch_size} does not divide by the {world_size} processes')
-    per_process = args.batch_size // world_size
-    if args.micro_batch_size and per_process % args.micro_batch_size:
-        die(f'--micro_batch_size={args.micro_batch_size} does not divide the {per_process} sequences of each process')
-    for key in ('eval_tokens', 'test_tokens'):
-        if getattr(args, key) < args.block_size:
-            die(f'--{key}={getattr(args, key)} should be at least --block_size={args.block_size}')
-    if 'float64' in (args.dtype, args.logits_dtype) and args.dtype != args.logits_dtype:
-        die(f'--dtype={args.dtype} with --logits_dtype={args.logits_dtype}: float64 goes with float64 only')
-    train_shards, val_shards = data.load_shards(args.data, 'train'), data.load_shards(args.data, 'val')
+    fill_in(args, device.type, world_size)
+    train_shards, val_shards = load_data(args)
     n_windows = int(data.count_windows(train_shards, args.block_size).sum())
-    for split, shards in (('train', train_shards), ('val', val_shards)):
-        if data.count_windows(shards, args.block_size).sum() == 0:
-            die(f'--data={args.data}: no {split} shard has a whole window of --block_size={args.block_size} tokens')
-    vocabulary = data.vocabulary(args.data)
-    if args.vocab_size is None:
-        args.vocab_size = 64 * math.ceil(vocabulary / 64) if args.size == 'tiny' else 50304
-    if vocabulary > args.vocab_size:
-        die(f'--data={args.data}: its vocabulary has {vocabulary} tokens, more than the head (--vocab_size={args.vocab_size})')
-    for shard in train_shards + val_shards:  # the start of each here, the rest as it is read
-        data.check_tokens(shard, 0, 2**20, args.vocab_size)
-
-    config = GPTConfig(n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head, vocab_size=args.vocab_size,
-                       block_size=args.block_size, weight_tying=args.weight_tying, rope_fraction=args.rope_fraction,
-                       head_mode=args.method, lam=args.lam, cap=args.cap, dtype=args.dtype, logits_dtype=args.logits_dtype,
-                       head=args.head)
-    micro = args.micro_batch_size or fitting_micro_batch(per_process, config, device)
+    config = gpt_config(vars(args))
+    per_process = args.batch_size // world_size
+    micro = args.micro_batch_size = args.micro_batch_size or fitting_micro_batch(per_process, config, device)
     accumulation = per_process // micro
-    args.micro_batch_size = micro
-    args.out = args.out or os.path.join('out', 'train', run_name(vars(args)))
     device_name = torch.cuda.get_device_name(device) if on_gpu else f'{device.type} ({platform.machine()})'
     settings = {**vars(args), 'data_fingerprint': data.fingerprint(train_shards + val_shards), 'processes': world_size,
                 'threads': torch.get_num_threads(), 'device_name': device_name, 'commit': git_commit(),
                 'versions': {'python': platform.python_version(), 'torch': str(torch.__version__)}}
-
-    # the run's folder: done, half done, or new
-    config_path, log_path, ckpt_path, model_path, result_path = (
-        os.path.join(args.out, name) for name in ('config.json', 'log.jsonl', 'ckpt.pt', 'model.pt', 'result.json'))
-    if os.path.exists(config_path):
-        before = read_json(config_path)
-        for key, value in json.loads(json.dumps(settings)).items():
-            if key not in FREE and before.get(key) != value:
-                die(f'{args.out} holds a run with {key}={before.get(key)!r}, this command has {value!r}; choose another --out')
-    if os.path.exists(result_path):
-        if master:
-            print(f'{args.out} is done: test loss {read_json(result_path).get("test_loss")}')
-        return 0
-    checkpoint = load_checkpoint(ckpt_path) if os.path.exists(ckpt_path) else None
     if args.wandb:
         try:
             import wandb
         except ImportError:
             die('--wandb needs the wandb package: pip install wandb')
+
+    # the run's folder: another run's, done, half done, or new
+    config_path, log_path, ckpt_path, model_path, result_path = (
+        os.path.join(args.out, name) for name in ('config.json', 'log.jsonl', 'ckpt.pt', 'model.pt', 'result.json'))
+    if os.path.exists(config_path):
+        before = read_json(config_path)
+        for key, value in settings.items():
+            if key not in FREE and before.get(key) != value:
+                die(f'{args.out} holds a run with {key}={before.get(key)!r}, this command has {value!r}; choose another --out')
+    if world_size > 1:
+        dist.init_process_group('nccl' if on_gpu else 'gloo')
     lock = None
     if master:
         make_folder(args.out)
         lock = lock_folder(args.out)
+    if world_size > 1:
+        dist.barrier()  # nobody looks before the folder is ours
+    if os.path.exists(result_path):
+        if master:
+            print(f'{args.out} is done: test loss {read_json(result_path).get("test_loss")}')
+            lock.close()
+        if world_size > 1:
+            dist.destroy_process_group()
+        return 0
+    checkpoint = load_checkpoint(ckpt_path) if os.path.exists(ckpt_path) else None
+    if master:
         write_json(config_path, settings)
         cut_log(log_path, checkpoint['step'] if checkpoint else -1)
-
-    if world_size > 1:
-        dist.init_process_group('nccl' if on_gpu else 'gloo')
     if args.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
@@ -446,7 +460,7 @@ def main(argv=None):
 
         if log_now:
             if world_size > 1:  # sums are summed; the maximum, and any signal, maximised
-                maxima = torch.stack((stats[-1].float(), torch.tensor(float(max(received, default=0)), device=device)))
+                maxima = torch.stack((stats[-1], stats.new_tensor(float(max(received, default=0)))))
                 dist.all_reduce(stats)
                 dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
                 stats[-1], signal_number = maxima[0], int(maxima[1])
@@ -469,7 +483,7 @@ def main(argv=None):
             interval_steps = 0
             write_log(entry)
             if master:
-                print(log_line({**entry, 'seconds_left': (args.steps - step) * tokens_in_step / rate}, args.steps), flush=True)
+                print(log_line(entry, args.steps, (args.steps - step) * tokens_in_step / rate), flush=True)
 
             broken = bad_steps > 0 or not math.isfinite(means['loss'])  # the weights are the last finite ones
             if (diverged(counters, step, means['loss'], settings) or broken) and counters['diverged_step'] is None:

@@ -1,0 +1,490 @@
+"""The programs as a user runs them: prepare, train, resume, several processes, sweep, analyze, and input that cannot work."""
+import csv
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import analyze
+import common
+import data
+import prepare_fineweb
+import train
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SMALL = ('--size=tiny', '--n_embd=32', '--block_size=32', '--batch_size=4', '--test_tokens=256', '--eval_tokens=128', '--device=cpu',
+         '--divergence_margin=3', '--logits_dtype=bfloat16')
+ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
+
+
+def python(*args, check=0, cwd=HERE, **env):
+    """Runs a program of this folder as a user would; asserts its exit status and returns the finished process."""
+    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**ENV, **env}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+def torchrun(n, *args):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', 'train.py', *map(str, args)]
+    return subprocess.run(command, cwd=HERE, env=ENV, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope='session')
+def corpus(tmp_path_factory):
+    """Shards of the standard library in bytes: a val shard and two train shards."""
+    folder = tmp_path_factory.mktemp('data') / 'stdlib'
+    python('prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}', '--val_tokens=20000', '--tokens=90000',
+           '--shard_tokens=50000')
+    return folder
+
+
+def log_of(folder):
+    """The log without what may differ between runs: times."""
+    with open(os.path.join(folder, 'log.jsonl')) as file:
+        return [{k: v for k, v in json.loads(line).items() if k not in ('elapsed', 'tokens_per_second', 'mfu')} for line in file]
+
+
+def weights(folder):
+    return torch.load(os.path.join(folder, 'model.pt'), weights_only=True)['model']
+
+
+def tokens_of(folder, split):
+    return np.concatenate(data.load_shards(str(folder), split))
+
+
+# ----------------------------------------------------------------------------------------------------------------- shards
+
+
+def test_shards_are_the_format_of_llm_c(tmp_path):
+    rng = np.random.RandomState(0)
+    for i in range(50):
+        tokens = rng.randint(0, 2**16, rng.randint(0, 5000))
+        path = str(tmp_path / f'x_train_{i:06d}.bin')
+        data.write_shard(path, tokens)
+        raw = open(path, 'rb').read()
+        header = np.frombuffer(raw[:1024], '<i4')
+        assert header[:3].tolist() == [20240520, 1, len(tokens)] and not header[3:].any()
+        assert np.array_equal(np.frombuffer(raw[1024:], '<u2'), tokens) and np.array_equal(data.read_shard(path), tokens)
+    with pytest.raises(ValueError):
+        data.write_shard(path, [2**16])
+
+
+def test_windows_are_disjoint_and_within_a_shard(tmp_path):
+    shards = [np.arange(100), np.arange(100, 135), np.arange(200, 203), np.arange(300, 333)]
+    assert data.count_windows(shards, 16).tolist() == [6, 2, 0, 2]
+    windows = data.read_windows(shards, 16, np.arange(10), 1000)
+    starts = [0, 16, 32, 48, 64, 80, 100, 116, 300, 316]
+    assert np.array_equal(windows, np.array(starts)[:, None] + np.arange(17))
+
+
+def test_processes_and_micro_batches_read_the_global_batch_once():
+    """train.py's share of a rank is [rank * B / world : (rank + 1) * B / world] of the global batch, whatever the micro-batch."""
+    rng = np.random.RandomState(1)
+    for _ in range(200):
+        world, per, n, seed, step = (int(rng.randint(1, hi)) for hi in (9, 9, 500, 2**31, 1000))
+        batch = data.batch_windows(seed, step, world * per, n)
+        shares = np.concatenate([batch[rank * per:(rank + 1) * per] for rank in range(world)])
+        assert np.array_equal(shares, batch) and len(batch) == world * per and batch.max() < n
+
+
+# ---------------------------------------------------------------------------------------------------------------- prepare
+
+
+def test_prepare_makes_shards_that_say_what_they_hold(corpus):
+    meta = json.load(open(corpus / 'meta.json'))
+    assert meta['vocab_size'] == 257 and meta['tokens'] == 90000 and meta['val_tokens'] == 20000 and meta['complete']
+    assert [len(s) for s in data.load_shards(str(corpus), 'train')] == [50000, 40000]
+    tokens = np.concatenate((tokens_of(corpus, 'val'), tokens_of(corpus, 'train')))
+    assert tokens[0] == 256 and tokens.max() == 256  # every document starts with the end-of-text token
+    starts = np.flatnonzero(tokens == 256)
+    assert len(starts) - 1 <= meta['documents'] <= len(starts)
+    text = bytes(tokens[starts[1] + 1:starts[2]].astype(np.uint8)).decode()
+    compile(text, 'a file of the standard library', 'exec')
+    assert 'is done' in python('prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={corpus}', '--val_tokens=20000',
+                               '--tokens=90000', '--shard_tokens=50000').stdout
+
+
+def test_prepare_goes_on_where_it_was_stopped(corpus, tmp_path, monkeypatch):
+    """Killed after each of its steps (here: an exception from the write that follows), it ends with the same shards."""
+    flags = ['--source=stdlib', '--tokenizer=bytes', f'--out={tmp_path}', '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000',
+             '--workers=1']
+    real, left = prepare_fineweb.write_json, 0
+
+    def dying(path, value):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        real(path, value)
+    monkeypatch.setattr(prepare_fineweb, 'write_json', dying)
+    for left in (0, 1, 2, 2, 9):
+        with pytest.raises(KeyboardInterrupt) if left < 9 else monkeypatch.context():
+            prepare_fineweb.main(flags)
+    for split in ('train', 'val'):
+        assert np.array_equal(tokens_of(tmp_path, split), tokens_of(corpus, split))
+    # more tokens later: the shards that stand stay as they are
+    flags[4] = '--tokens=120000'
+    left = 9
+    prepare_fineweb.main(flags)
+    assert np.array_equal(tokens_of(tmp_path, 'train')[:90000], tokens_of(corpus, 'train')) and len(tokens_of(tmp_path, 'train')) == 120000
+
+
+@pytest.mark.parametrize('ending', ['txt', 'jsonl', 'parquet'])
+def test_prepare_local_files(tmp_path, ending):
+    texts = [f'document {i}: gr\u00fc\u00dfe, \u4f60\u597d ' + 'x' * i for i in range(40)]
+    if ending == 'txt':
+        for i, text in enumerate(texts):
+            (tmp_path / f'{i:02d}.txt').write_text(text, encoding='utf-8')
+    elif ending == 'jsonl':
+        (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'text': t, 'id': 1}) + '\n' for t in texts))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({'text': texts}), tmp_path / 'a.parquet')
+    out = tmp_path / 'out'
+    python('prepare_fineweb.py', '--source=local', f'--files={tmp_path}/*.{ending}', '--tokenizer=bytes', f'--out={out}', '--val_tokens=100',
+           '--workers=2')
+    tokens = np.concatenate((tokens_of(out, 'val'), tokens_of(out, 'train')))
+    expected = np.concatenate([[256, *t.encode()] for t in texts])
+    assert np.array_equal(tokens, expected) and json.load(open(out / 'meta.json'))['documents'] == 40
+
+
+def test_prepare_gpt2_tokens_or_one_line_that_says_what_to_do(tmp_path):
+    (tmp_path / 'a.txt').write_text('Output embeddings drift. ' * 40)
+    flags = ('--source=local', f'--files={tmp_path}/*.txt', f'--out={tmp_path}/out', '--val_tokens=50')
+    try:
+        tokenizer = prepare_fineweb.gpt2()
+    except Exception:
+        assert '--tokenizer=bytes' in python('prepare_fineweb.py', *flags, check=1).stderr.splitlines()[-1]
+        return
+    python('prepare_fineweb.py', *flags)
+    tokens = np.concatenate((tokens_of(tmp_path / 'out', 'val'), tokens_of(tmp_path / 'out', 'train')))
+    assert tokens[0] == 50256 and tokenizer.decode(tokens[1:].tolist()) == 'Output embeddings drift. ' * 40
+
+
+# ------------------------------------------------------------------------------------------------------------------ train
+
+
+@pytest.fixture(scope='session')
+def whole_run(corpus, tmp_path_factory):
+    """An uninterrupted run that others are compared with."""
+    out = tmp_path_factory.mktemp('runs') / 'whole'
+    done = python('train.py', '--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', f'--out={out}', '--log_every=5',
+                  '--eval_every=20', '--ckpt_every=7', '--keep_every=30')
+    assert 'step 60/60' in done.stdout and 'done: test loss' in done.stdout
+    return out
+
+
+def test_a_run_leaves_what_the_design_says(whole_run):
+    assert sorted(os.listdir(whole_run)) == ['.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_30.pt', 'model_60.pt', 'result.json']
+    log, result = log_of(whole_run), json.load(open(whole_run / 'result.json'))
+    assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 61, 5)] and [e['step'] for e in log if 'test_loss' in e] == [0, 20, 40, 60]
+    first = json.loads(open(whole_run / 'log.jsonl').readlines()[1])
+    assert list(first) == ('step loss reg lr grad_norm mu_norm logit_mean logit_mean_spread logit_std logit_absmax logit_max tokens_per_second '
+                           'mfu elapsed').split()
+    assert set(result) <= set(analyze.COLUMNS) and result['diverged'] == 0 and result['steps'] == 60 and result['lam'] == 1e-4
+    assert result['init_loss'] == pytest.approx(np.log(320), abs=0.3) and result['test_loss'] < result['init_loss'] - 1
+    config = json.load(open(whole_run / 'config.json'))
+    assert result['lr_sum'] == pytest.approx(sum(train.learning_rate(i, config) for i in range(60)))
+    model = torch.load(whole_run / 'model.pt', weights_only=True)
+    assert set(model) == {'model', 'step', 'config'} and model['step'] == 60 and model['config'] == config
+    assert result['mu_norm'] == pytest.approx(model['model']['lm_head.weight'].mean(dim=0).norm().item(), rel=1e-6)
+
+
+def test_reported_loss_is_the_bare_cross_entropy(corpus, tmp_path):
+    """With a huge λ the regulariser is large; the loss beside it is that of the same weights without it."""
+    first = {}
+    for method in ('baseline', 'mu_loss', 'z_loss'):
+        python('train.py', f'--method={method}', '--lam=50', '--steps=1', *SMALL, f'--data={corpus}', f'--out={tmp_path / method}')
+        first[method] = log_of(tmp_path / method)
+    for method in ('mu_loss', 'z_loss'):
+        assert first[method][:1] == first['baseline'][:1] and first[method][1]['loss'] == first['baseline'][1]['loss']
+    assert first['baseline'][1]['reg'] == 0 and first['z_loss'][1]['reg'] > 1000 and first['mu_loss'][1]['reg'] > 0.01
+
+
+def test_killed_and_started_again_ends_as_if_never_stopped(corpus, whole_run, tmp_path):
+    command = [sys.executable, 'train.py', '--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', f'--out={tmp_path}/run',
+               '--log_every=5', '--eval_every=20', '--ckpt_every=7', '--keep_every=30']
+    log = tmp_path / 'run' / 'log.jsonl'
+    for lines in (4, 9):  # SIGKILL somewhere after so many log lines
+        process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.DEVNULL)
+        while process.poll() is None and (not log.exists() or log.read_text().count('\n') < lines):
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert 'going on at step' in python(*command[1:]).stdout
+    assert log_of(tmp_path / 'run') == log_of(whole_run)
+    a, b = weights(whole_run), weights(tmp_path / 'run')
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    times = ('train_seconds', 'tokens_per_second')
+    results = [{k: v for k, v in json.load(open(f / 'result.json')).items() if k not in times} for f in (whole_run, tmp_path / 'run')]
+    assert results[0] == results[1]
+    assert 'is done' in python(*command[1:]).stdout
+
+
+@pytest.mark.parametrize('number, status', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_lock_keeps_others_out(corpus, tmp_path, number, status):
+    command = [sys.executable, 'train.py', '--steps=100000', *SMALL, f'--data={corpus}', f'--out={tmp_path}/run', '--ckpt_every=0']
+    process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith('step') and ' 20/' in line:
+            break
+    python(*command[1:], check=3)
+    process.send_signal(number)
+    assert 'stopped by a signal' in process.stdout.read() and process.wait() == status
+    assert torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['step'] >= 20
+
+
+def test_processes_and_micro_batches_change_nothing(corpus, tmp_path):
+    """Five float64 steps, tied and centered (so that a rank that were not centered would show): 1 and 2 processes, accumulation."""
+    flags = ('--method=mu_centering', '--weight_tying', '--lr=1e-2', '--steps=5', '--log_every=1', *SMALL[:-1], '--dtype=float64', f'--data={corpus}')
+    python('train.py', *flags, f'--out={tmp_path}/one', '--micro_batch_size=4')
+    python('train.py', *flags, f'--out={tmp_path}/accumulated', '--micro_batch_size=1')
+    done = torchrun(2, *flags, f'--out={tmp_path}/two', '--micro_batch_size=1')
+    assert done.returncode == 0, done.stderr
+    assert '2 processes x 2 x 1' in done.stdout
+    expected = log_of(tmp_path / 'one')
+    for other in ('accumulated', 'two'):
+        for a, b in zip(expected, log_of(tmp_path / other), strict=True):
+            assert a == {k: pytest.approx(v, rel=1e-10, abs=1e-10) for k, v in b.items()}
+        for name, w in weights(tmp_path / 'one').items():
+            torch.testing.assert_close(weights(tmp_path / other)[name], w, rtol=0, atol=1e-10)
+
+
+def test_regulariser_does_not_depend_on_processes_and_micro_batches(corpus, tmp_path):
+    """A λ that rules the gradient: were it counted once a micro-batch or a process, the losses would differ."""
+    flags = ('--method=mu_loss', '--lam=1000', '--lr=1e-2', '--steps=4', '--log_every=1', *SMALL[:-1], '--dtype=float64', f'--data={corpus}')
+    python('train.py', *flags, f'--out={tmp_path}/one', '--micro_batch_size=4')
+    assert torchrun(2, *flags, f'--out={tmp_path}/two', '--micro_batch_size=1').returncode == 0
+    for a, b in zip(log_of(tmp_path / 'one'), log_of(tmp_path / 'two'), strict=True):
+        assert a == {k: pytest.approx(v, rel=1e-10, abs=1e-10) for k, v in b.items()}
+
+
+def test_compile_gives_the_same_losses(corpus, tmp_path):
+    flags = ('--method=soft_capping', '--steps=3', '--log_every=1', *SMALL[:-1], f'--data={corpus}', '--lr=1e-3')
+    python('train.py', *flags, f'--out={tmp_path}/eager')
+    python('train.py', *flags, f'--out={tmp_path}/compiled', '--compile')
+    for a, b in zip(log_of(tmp_path / 'eager'), log_of(tmp_path / 'compiled'), strict=True):
+        assert a == {k: pytest.approx(v, rel=1e-3, abs=1e-3) for k, v in b.items()}
+
+
+@pytest.mark.parametrize('head', ['plain', 'chunked'])
+def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(corpus, tmp_path, head):
+    python('train.py', '--lr=1e30', '--steps=40', '--warmup=0', '--log_every=10', f'--head={head}', *SMALL, f'--data={corpus}', f'--out={tmp_path}/sweep/run')
+    result = json.load(open(tmp_path / 'sweep' / 'run' / 'result.json'))
+    assert result['diverged'] == 1 and result['diverged_step'] == 2 and np.isnan(result['test_loss'])
+    assert all(bool(torch.isfinite(w).all()) for w in weights(tmp_path / 'sweep' / 'run').values())
+    assert log_of(tmp_path / 'sweep' / 'run')[-2]['step'] == 10
+    if head == 'chunked':  # and the analysis takes it: it counts as the loss at initialisation
+        assert analyze.main([str(tmp_path / 'sweep'), f'--out={tmp_path}/results']) == 0
+        assert analyze.main([f'--results={tmp_path}/results/results.csv', f'--out={tmp_path}/again']) == 0
+        assert (tmp_path / 'results' / 'lrs.csv').read_text() == (tmp_path / 'again' / 'lrs.csv').read_text()
+
+
+def test_divergence_is_the_smoothed_loss_above_its_lowest_after_warm_up():
+    s = {'steps': 1000, 'warmup': 50, 'divergence_margin': 0.5}
+    def first(losses):
+        counters = {'smooth_loss': None, 'smooth_step': 0, 'lowest_loss': float('inf')}
+        return next((step for step, loss in losses if train.diverged(counters, step, loss, s)), None)
+    steps = range(10, 1001, 10)
+    assert first([(n, 10 - n / 200) for n in steps]) is None
+    assert first([(n, 10.0 if n < 50 else 3.0) for n in steps]) is None                    # high in warm-up only
+    assert first([(n, 3.0 if n != 500 else 3.9) for n in steps]) is None                   # one spike, halved by the average
+    assert first([(n, 3.0 if n < 500 else 4.1) for n in steps]) == 500                     # half-life 10 steps: 0.55 at once
+    assert first([(n, 3.0 if n < 500 else 3.8) for n in steps]) == 510                     # 0.4, then 0.6
+    assert first([(n, 3.0 if n < 500 else float('nan')) for n in steps]) == 500
+
+
+def test_the_published_shape_runs_on_a_cpu(corpus, tmp_path):
+    python('train.py', '--size=16M', '--steps=3', '--batch_size=2', '--block_size=256', f'--data={corpus}', f'--out={tmp_path}', '--test_tokens=512',
+           '--eval_tokens=512', '--device=cpu')
+    result = json.load(open(tmp_path / 'result.json'))
+    assert result['n_params'] == 15572480 and result['init_loss'] == pytest.approx(10.83, abs=0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- sweep, analyze
+
+
+def sweep(grid, **env):
+    return subprocess.run(['bash', os.path.join(HERE, 'sweep.sh'), grid], cwd=HERE, env={**ENV, **env}, capture_output=True, text=True, timeout=600)
+
+
+def test_dry_run_prints_the_papers_grids():
+    paper = sweep('paper', DRY_RUN='1', NPROC='4').stdout.splitlines()
+    assert len(paper) == len(set(paper)) == 6 * 7 * 5 * 2 and all(line.startswith('torchrun --standalone --nproc_per_node=4 train.py') for line in paper)
+    assert len(sweep('ablation', DRY_RUN='1').stdout.splitlines()) == 2 * 4 * 7 * 5
+    names = [line.split('--out=out/paper/')[1].split()[0] for line in paper]
+    for line, name in zip(paper[::37], names[::37]):  # the folder is the name that train.py would give
+        flags = dict(f[2:].split('=') for f in line.split() if '=' in f and f.startswith('--'))
+        settings = {'size': flags['size'], 'weight_tying': '--weight_tying' in line, 'method': flags['method'], 'lam': float(flags['lam']),
+                    'lr': float(flags['lr']), 'seed': int(flags['seed'])}
+        assert name == train.run_name(settings)
+    odd = sweep('demo', DRY_RUN='1', OUT='a b$(touch x)', METHODS='baseline', LRS='1e-2').stdout
+    assert odd.count('\n') == 1 and r'a\ b\$\(touch\ x\)' in odd and not os.path.exists(os.path.join(HERE, 'x'))
+
+
+def test_sweep_skips_survives_a_failed_run_and_analyzes(corpus, tmp_path):
+    grid = dict(OUT=str(tmp_path / 'mini'), DATA=str(corpus), METHODS='baseline mu_centering', LRS='1e-2 1e-1', STEPS='6', JOBS='2', RETRIES='0')
+    # a run that cannot work: its folder holds another run's settings
+    broken = tmp_path / 'mini' / 'tiny-untied-baseline-lr0.1-s1'
+    os.makedirs(broken)
+    common.write_json(str(broken / 'config.json'), {'seed': 7})
+    done = sweep('demo', **grid)
+    try:
+        assert done.returncode == 1 and 'FAILED' in done.stderr and 'tiny-untied-baseline-lr0.1-s1' in done.stderr, done.stdout + done.stderr
+        finished = sorted(os.path.dirname(p) for p in map(str, (tmp_path / 'mini').glob('*/result.json')))
+        assert len(finished) == 3
+        before = {f: os.stat(os.path.join(f, 'result.json')).st_mtime_ns for f in finished}
+        os.unlink(broken / 'config.json')
+        done = sweep('demo', **grid)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert before == {f: os.stat(os.path.join(f, 'result.json')).st_mtime_ns for f in finished}  # what was done is left alone
+        results = os.path.join(HERE, 'results', 'mini')
+        rows = list(csv.DictReader(open(os.path.join(results, 'results.csv'))))
+        assert len(rows) == 4 and list(rows[0]) == analyze.COLUMNS
+        assert {r['method']: float(r['mu_norm']) > 1e-3 for r in rows} == {'baseline': True, 'mu_centering': False}
+        assert '### LRS' in done.stdout and '| mu_centering' in done.stdout
+        assert {'loss_untied.png', 'loss_untied.pdf', 'statistics_untied.png', 'lrs_untied.png'} <= set(os.listdir(os.path.join(results, 'figures')))
+        quantities = {r['quantity'] for r in csv.DictReader(open(os.path.join(results, 'distributions.csv')))}
+        assert quantities == {'logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log', 'r_emb', 'fact_3', 'fact_3_premise'}
+        # the csv alone gives the same tables
+        assert analyze.main([f'--results={results}/results.csv', f'--out={tmp_path}/again']) == 0
+        for name in ('lrs.csv', 'tables.md'):
+            assert (tmp_path / 'again' / name).read_text() == open(os.path.join(results, name)).read()
+    finally:
+        subprocess.run(['rm', '-rf', os.path.join(HERE, 'results', 'mini')])
+
+
+def test_a_csv_with_the_required_columns_alone_is_enough(tmp_path, capsys):
+    path = tmp_path / 'r.csv'
+    path.write_text('\ufeffmethod,size,weight_tying,lr,test_loss\nbaseline,16M,0,0.1,4.0\nbaseline,16M,0,0.3,5.0\nmu_loss,16M,0,0.1,4.0\nmu_loss,16M,0,0.3,nan\n')
+    assert analyze.main([f'--results={path}', f'--out={tmp_path}/out']) == 0
+    assert 'no figure of ‖μ‖' in capsys.readouterr().out
+    rows = {r['method']: r for r in csv.DictReader(open(tmp_path / 'out' / 'lrs.csv'))}
+    assert float(rows['baseline']['lrs']) == 0.5 and float(rows['baseline']['lrs_n1']) == 1.0 and rows['baseline']['diverged'] == ''
+    assert float(rows['mu_loss']['lrs']) == pytest.approx((10.83 - 4) / 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- bad input
+
+
+def bad_folders(corpus, tmp_path):
+    """Folders of shards that cannot be read, by name."""
+    shard = (corpus / 'stdlib_train_000000.bin').read_bytes()
+    val = (corpus / 'stdlib_val_000000.bin').read_bytes()
+    header = np.frombuffer(shard[:1024], '<i4').copy()
+    def with_header(*values):
+        header[:3] = values
+        return header.tobytes() + shard[1024:]
+    contents = {'empty': None, 'short': shard[:500], 'cut': shard[:-2], 'magic': with_header(1, 1, 50000), 'version': with_header(20240520, 2, 50000),
+                'longer': with_header(20240520, 1, 60000), 'beyond': with_header(20240520, 1, 50000)[:-2] + b'\xff\x7f', 'few': with_header(20240520, 1, 3)[:1030]}
+    for name, content in contents.items():
+        os.makedirs(tmp_path / name)
+        if content is not None:
+            (tmp_path / name / 'x_train_000000.bin').write_bytes(content)
+            (tmp_path / name / 'x_val_000000.bin').write_bytes(val)
+            (tmp_path / name / 'meta.json').write_text('{"vocab_size": 257}')
+    for name, text in {'meta_text': 'oops', 'meta_size': '{"vocab_size": "many"}', 'meta_huge': '{"vocab_size": 60000}'}.items():
+        os.makedirs(tmp_path / name)
+        (tmp_path / name / 'meta.json').write_text(text)
+        (tmp_path / name / 'x_train_000000.bin').write_bytes(shard)
+        (tmp_path / name / 'x_val_000000.bin').write_bytes(val)
+    return tmp_path
+
+
+TRAIN_BAD = [  # flags, what the line must name
+    (['--method=mu_los'], "--method"), (['--size=17M'], '--size'), (['--lr=fast'], '--lr'), (['--lr=-1'], '--lr'), (['--lr=nan'], '--lr'),
+    (['--lr=0'], '--lr'), (['--lr=inf'], '--lr'), (['--steps=0'], '--steps'), (['--steps=1.5'], '--steps'), (['--seed=-1'], '--seed'),
+    (['--seed=4294967296'], '--seed'), (['--beta2=1'], '--beta2'), (['--batch_size=0'], '--batch_size'), (['--learning_rate=1'], 'unknown argument'),
+    (['--stepz=5'], 'did you mean --steps'), (['--warmup=100', '--steps=100'], '--warmup'), (['--min_lr=1', '--lr=0.1'], '--min_lr'),
+    (['--batch_size=4', '--micro_batch_size=3'], '--micro_batch_size'), (['--n_embd=30', '--n_head=4'], '--n_embd'), (['--device=tpu'], '--device'),
+    (['--eval_tokens=5'], '--eval_tokens'), (['--rope_fraction=2'], '--rope_fraction'), (['--dtype=float16'], '--dtype'), (['--vocab_size=100'], '257'),
+    (['--data=/nowhere'], '/nowhere'), (['--data={bad}/empty'], 'empty'), (['--data={bad}/short'], 'too short'), (['--data={bad}/cut'], 'cut short'),
+    (['--data={bad}/magic'], '20240520'), (['--data={bad}/version'], 'version 2'), (['--data={bad}/longer'], '60000'),
+    (['--data={bad}/beyond'], 'token 32767'), (['--data={bad}/few'], 'whole window'), (['--data={bad}/meta_text'], 'meta.json'),
+    (['--data={bad}/meta_size'], 'vocab_size'), (['--data={bad}/meta_huge', '--vocab_size=50304'], '60000'), (['--wandb=x', '--threads=0'], '--threads'),
+]
+
+
+@pytest.mark.parametrize('flags, named', TRAIN_BAD, ids=[' '.join(f) for f, _ in TRAIN_BAD])
+def test_train_says_in_one_line_what_is_wrong(corpus, tmp_path, capsys, flags, named):
+    bad = bad_folders(corpus, tmp_path / 'bad')
+    flags = [f.format(bad=bad) for f in flags]
+    expect_one_line(lambda: train.main(['--steps=2', *SMALL, f'--data={corpus}', f'--out={tmp_path}/out', *flags]), named, capsys)
+    assert not os.path.exists(tmp_path / 'out')
+
+
+def expect_one_line(call, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        call()
+    error = capsys.readouterr().err
+    code = stopped.value.code
+    del stopped
+    gc.collect()  # the traceback holds main's frame, and that the folder lock
+    assert code == 2 and error.count('\n') == 1 and error.startswith('error: ') and named in error, error
+
+
+def test_another_run_in_the_folder_and_a_broken_checkpoint(corpus, whole_run, tmp_path, capsys):
+    flags = ['--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', '--log_every=5', '--eval_every=20', '--ckpt_every=7', '--keep_every=30']
+    before = {name: os.stat(whole_run / name).st_mtime_ns for name in os.listdir(whole_run)}
+    for change in ('--lr=1e-2', '--method=z_loss', '--seed=2', '--weight_tying', '--steps=61'):
+        expect_one_line(lambda: train.main([*flags, f'--out={whole_run}', change]), change[2:].split('=')[0], capsys)
+    assert before == {name: os.stat(whole_run / name).st_mtime_ns for name in os.listdir(whole_run)}
+    other = tmp_path / 'other'
+    os.makedirs(other)
+    (other / 'config.json').write_bytes((whole_run / 'config.json').read_bytes())
+    whole = (whole_run / 'model_30.pt').read_bytes()
+    for content in (b'', b'not a checkpoint', whole[:len(whole) // 2], b'\x80\x04cos\nsystem\n(S"touch /tmp/pwned"\ntR.'):
+        (other / 'ckpt.pt').write_bytes(content)
+        expect_one_line(lambda: train.main([*flags, f'--out={other}']), 'ckpt.pt', capsys)
+        assert (other / 'ckpt.pt').read_bytes() == content and sorted(os.listdir(other)) == ['.lock', 'ckpt.pt', 'config.json']
+
+
+CSV_BAD = [('', 'no column'), ('method;size;weight_tying;lr;test_loss\n', 'no column'), ('method,size,weight_tying,lr\n', 'no column test_loss'),
+           ('method,size,weight_tying,lr,test_loss\n', 'no runs'), ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,fast,3\n', "lr should be a number"),
+           ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,0.1,\n', 'test_loss is empty'), ('method,size,weight_tying,lr,test_loss\nbaseline,16M,2,0.1,3\n', '0 or 1'),
+           ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,-1,3\n', 'above 0'),
+           ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n', 'twice')]
+
+
+@pytest.mark.parametrize('text, named', CSV_BAD)
+def test_analyze_says_in_one_line_what_is_wrong_with_a_csv(tmp_path, capsys, text, named):
+    (tmp_path / 'r.csv').write_text(text)
+    expect_one_line(lambda: analyze.main([f'--results={tmp_path}/r.csv', f'--out={tmp_path}/out']), named, capsys)
+    assert not os.path.exists(tmp_path / 'out')
+
+
+def test_bad_input_of_the_other_programs(tmp_path, capsys, corpus):
+    (tmp_path / 'a.doc').write_text('x')
+    (tmp_path / 'a.jsonl').write_text('{"words": "x"}\n')
+    cases = [(analyze.main, [], 'run folders'), (analyze.main, ['/nowhere'], '/nowhere'), (analyze.main, [str(tmp_path)], 'no finished run'),
+             (analyze.main, ['--results=/nowhere.csv'], '/nowhere.csv'),
+             (prepare_fineweb.main, ['--source=web'], '--source'), (prepare_fineweb.main, ['--source=local'], '--files'),
+             (prepare_fineweb.main, ['--source=stdlib', '--files=x'], '--files'), (prepare_fineweb.main, ['--source=stdlib', '--tokens=many'], '--tokens'),
+             (prepare_fineweb.main, ['--source=local', '--tokenizer=bytes', '--files=/nowhere/*'], '/nowhere'),
+             (prepare_fineweb.main, ['--source=local', '--tokenizer=bytes', f'--files={tmp_path}/a.doc'], '.parquet'),
+             (prepare_fineweb.main, ['--source=local', '--tokenizer=bytes', '--workers=1', f'--files={tmp_path}/a.jsonl'], 'text column'),
+             (prepare_fineweb.main, ['--source=stdlib', '--tokenizer=bytes', '--workers=1', '--val_tokens=1e12'], '--val_tokens'),
+             (prepare_fineweb.main, ['--source=stdlib', '--tokenizer=bytes', f'--out={corpus}', '--val_tokens=20000', '--shard_tokens=7'], 'shard_tokens')]
+    for i, (main, flags, named) in enumerate(cases):
+        out = [] if any(f.startswith('--out') for f in flags) else [f'--out={tmp_path}/out{i}']
+        expect_one_line(lambda: main([*flags, *out]), named, capsys)
+        assert not list(tmp_path.glob(f'out{i}/*.bin'))
+
+
+def test_bad_input_as_a_user_sees_it(corpus, tmp_path):
+    done = python('train.py', '--lr=fast', check=2)
+    assert done.stderr.count('\n') == 1 and '--lr' in done.stderr and 'Traceback' not in done.stderr
+    done = torchrun(2, '--batch_size=3', *SMALL[:3], '--device=cpu', f'--data={corpus}', f'--out={tmp_path}/x')
+    assert done.returncode != 0 and done.stderr.count('error: --batch_size=3') == 1 and not (tmp_path / 'x').exists()
+    for env, named in ((dict(STEPS='many'), 'STEPS'), (dict(JOBS='0'), 'JOBS')):
+        done = sweep('demo', **env)
+        assert done.returncode == 2 and named in done.stderr and done.stderr.count('\n') == 1
+    assert sweep('grid').returncode == 2
