@@ -235,13 +235,17 @@ def load_checkpoint(path):
         die(f'{path}: not a whole checkpoint ({reason}); move it away to start from the beginning')
 
 
-def cut_log(path, step):
-    """Keeps the log up to `step`: what a stopped run wrote after its last checkpoint is trained and written again."""
+def cut_log(path, step, steps):
+    """
+    Keeps the log up to the checkpoint's `step`: what a stopped run wrote after it is trained and written again, and so is
+    the final test loss (that of `steps`).
+    """
     kept = []
     if os.path.exists(path):
         for line in open(path, encoding='utf-8'):
             try:
-                kept += [line] if json.loads(line)['step'] <= step else []
+                entry = json.loads(line)
+                kept += [line] if entry['step'] <= step and ('test_loss' not in entry or entry['step'] < steps) else []
             except ValueError:  # half a line, written as the power went
                 pass
         write_atomic(path, lambda file: file.write(''.join(kept)), mode='w')
@@ -346,7 +350,7 @@ def main(argv=None):
     checkpoint = load_checkpoint(ckpt_path) if os.path.exists(ckpt_path) else None
     if master:
         write_json(config_path, settings)
-        cut_log(log_path, checkpoint['step'] if checkpoint else -1)
+        cut_log(log_path, checkpoint['step'] if checkpoint else -1, args.steps)
     if args.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
@@ -511,7 +515,8 @@ def main(argv=None):
         if signal_number in (signal.SIGTERM, signal.SIGINT):
             exit_status = 128 + signal_number
             break
-        received.clear()
+        if signal_number:
+            received.clear()
 
     if exit_status == 0:
         # the end: test loss, model.pt, result.json, and the checkpoint goes
