@@ -57,12 +57,13 @@ def gpt_config(settings):
 # the output head
 
 
-def logits_to_loss(logits, targets, config):
+def logits_to_loss(logits, targets, config, with_stats=True):
     """
     What a method does with the logits. The only place where the cross entropy, z-loss or soft-capping is written.
 
     logits (N, V) in the dtype they were rounded to, targets (N,) int64. Returns the loss summed over positions (what
-    training minimises: cross entropy and regulariser) and the STATS vector (7,), detached. The softmax is in fp32.
+    training minimises: cross entropy and regulariser) and the STATS vector (7,), detached, zero after `reg` without
+    with_stats. The softmax is in fp32.
     """
     full = torch.promote_types(logits.dtype, torch.float32)
     if config.head_mode == 'soft_capping':  # l <- c tanh(l / c), Eq. 6; rounded once more, as a bf16 model would
@@ -74,7 +75,8 @@ def logits_to_loss(logits, targets, config):
         reg = config.lam * log_z.square()
     else:
         reg = torch.zeros_like(loss)
-    return (loss + reg).sum(), logit_stats(logits.detach(), loss.detach(), reg.detach())
+    sums = torch.stack([loss.sum(), reg.sum()]).detach()
+    return (loss + reg).sum(), torch.cat((sums, logit_stats(logits.detach()) if with_stats else sums.new_zeros(len(STATS) - 2)))
 
 
 def embeddings_to_loss(E, config):
@@ -84,12 +86,12 @@ def embeddings_to_loss(E, config):
     return E.new_zeros(())
 
 
-def logit_stats(logits, loss, reg):
-    """The STATS vector (7,) of logits (N, V), losses (N,) and regularisers (N,): moments over V, summed over N."""
+def logit_stats(logits):
+    """The STATS of logits (N, V) after loss and reg, (5,): moments over V and the largest |logit|, summed over N; the largest of all."""
     mean = logits.mean(dim=-1)
     std = (logits - mean[:, None]).square().mean(dim=-1).sqrt()
     absmax = torch.maximum(logits.amax(dim=-1), -logits.amin(dim=-1))
-    return torch.stack([loss.sum(), reg.sum(), mean.sum(), mean.square().sum(), std.sum(), absmax.sum(), absmax.amax()])
+    return torch.stack([mean.sum(), mean.square().sum(), std.sum(), absmax.sum(), absmax.amax()])
 
 
 def merge_stats(a, b):
@@ -111,18 +113,19 @@ def product_to_logits(h, E, config):
     return (h @ E.T).to(getattr(torch, config.logits_dtype))
 
 
-def plain_head(h, E, targets, config):
+def plain_head(h, E, targets, config, with_stats=True):
     """Loss summed over positions and STATS, from h (N, H), E (V, H), targets (N,), by autograd over all N x V logits."""
-    return logits_to_loss(product_to_logits(product_operand(h, config), product_operand(E, config), config), targets, config)
+    logits = product_to_logits(product_operand(h, config), product_operand(E, config), config)
+    return logits_to_loss(logits, targets, config, with_stats)
 
 
-def head_chunk(h, E, targets, grad_E, config):
+def head_chunk(h, E, targets, grad_E, config, with_stats):
     """
     One chunk of the chunked head: h (n, H) and E (V, H) as product operands. Adds the chunk's gradient to grad_E (V, H)
     in place; returns the gradient of h (n, H), the summed loss and STATS.
     """
     logits = product_to_logits(h, E, config)
-    grad_logits, (loss, stats) = torch.func.grad_and_value(logits_to_loss, has_aux=True)(logits, targets, config)
+    grad_logits, (loss, stats) = torch.func.grad_and_value(logits_to_loss, has_aux=True)(logits, targets, config, with_stats)
     grad_logits = grad_logits.to(E.dtype)
     if grad_E.dtype == E.dtype:
         grad_E.addmm_(grad_logits.T, h)
@@ -140,13 +143,13 @@ class ChunkedHead(torch.autograd.Function):
     """plain_head without the N x V logits: loss and gradients together, chunk by chunk, with three products in all."""
 
     @staticmethod
-    def forward(ctx, h, E, targets, config, chunk_fn):
+    def forward(ctx, h, E, targets, config, chunk_fn=head_chunk, with_stats=True):
         n_chunks = -(-len(h) // chunk_size(len(E), h.device.type))
         h_op, E_op = product_operand(h, config), product_operand(E, config)
         grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
         loss = stats = None
         for h_c, t_c, grad_h_c in zip(h_op.chunk(n_chunks), targets.chunk(n_chunks), grad_h.chunk(n_chunks)):
-            g, loss_c, stats_c = chunk_fn(h_c, E_op, t_c, grad_E, config)
+            g, loss_c, stats_c = chunk_fn(h_c, E_op, t_c, grad_E, config, with_stats)
             grad_h_c.copy_(g)
             loss = loss_c if loss is None else loss + loss_c
             stats = stats_c if stats is None else merge_stats(stats, stats_c)
@@ -157,17 +160,17 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _):
         grad_h, grad_E = ctx.saved_tensors
-        return grad_h * grad_loss, grad_E * grad_loss, None, None, None
+        return grad_h * grad_loss, grad_E * grad_loss, None, None, None, None
 
 
 @torch.no_grad()
-def head_stats(h, E, targets, config):
+def head_stats(h, E, targets, config, with_stats=True):
     """STATS of h (N, H) without gradients, chunk by chunk: evaluation."""
     E_op = product_operand(E, config)
     n_chunks = -(-len(h) // chunk_size(len(E), h.device.type))
     stats = None
     for h_c, t_c in zip(product_operand(h, config).chunk(n_chunks), targets.chunk(n_chunks)):
-        _, stats_c = logits_to_loss(product_to_logits(h_c, E_op, config), t_c, config)
+        _, stats_c = logits_to_loss(product_to_logits(h_c, E_op, config), t_c, config, with_stats)
         stats = stats_c if stats is None else merge_stats(stats, stats_c)
     return stats
 
@@ -298,18 +301,19 @@ class GPT(nn.Module):
                 x = block(x, cos, sin)
             return self.norm_f(x)
 
-    def forward(self, tokens, targets):
+    def forward(self, tokens, targets, with_stats=True):
         """
         tokens, targets (B, T) int64 -> what training minimises (the mean over the B T positions of cross entropy and
-        regulariser) and the STATS vector (7,) of those positions. Without gradients (evaluation) no gradient is made.
+        regulariser) and the STATS vector (7,) of those positions, without with_stats loss and reg alone. Without
+        gradients (evaluation) the first is None.
         """
         h, targets = self.hidden(tokens).flatten(0, 1), targets.flatten()
         if not torch.is_grad_enabled():
-            loss, stats = None, head_stats(h, self.E, targets, self.config)
+            loss, stats = None, head_stats(h, self.E, targets, self.config, with_stats)
         elif self.config.head == 'chunked':
-            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, self.chunk_fn)
+            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, self.chunk_fn, with_stats)
         else:
-            loss, stats = plain_head(h, self.E, targets, self.config)
+            loss, stats = plain_head(h, self.E, targets, self.config, with_stats)
         penalty = embeddings_to_loss(self.E, self.config)
         stats = torch.cat((stats[:1], stats[1:2] + len(h) * penalty.detach(), stats[2:]))
         return None if loss is None else loss / len(h) + penalty, stats

@@ -12,7 +12,7 @@ import data
 import model as model_py
 import train
 from common import write_json
-from model import GPT, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, head_chunk, logits_to_loss, plain_head
+from model import GPT, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
 
 F64 = torch.float64
 BF16_UNIT = 2.0 ** -9  # largest relative error of one rounding to bf16 (8 significant bits)
@@ -145,7 +145,7 @@ def equations(method, h, E, targets, lam, cap):
 
 
 def head_loss(h, E, targets, config, chunked):
-    loss, stats = (ChunkedHead.apply(h, E, targets, config, head_chunk) if chunked else plain_head(h, E, targets, config))
+    loss, stats = (ChunkedHead.apply(h, E, targets, config) if chunked else plain_head(h, E, targets, config))
     return loss / len(h) + embeddings_to_loss(E, config), stats
 
 

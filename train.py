@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
-from common import die, lock_folder, make_folder, number, parse_args, read_json, write_atomic, write_json
+from common import die, keep_freed_memory, lock_folder, make_folder, number, parse_args, read_json, write_atomic, write_json
 from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats
 
 # Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as a part of its name.
@@ -141,6 +141,7 @@ def find_device(args, local_rank):
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device != 'cuda':
+        keep_freed_memory()
         return torch.device(args.device)
     if local_rank >= torch.cuda.device_count():
         die(f'{local_rank + 1} processes on this machine, but it has {torch.cuda.device_count()} GPUs; lower --nproc_per_node')
@@ -290,7 +291,7 @@ def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
     for part in windows:
         batch = torch.from_numpy(data.read_windows(shards, block_size, part.numpy(), model.config.vocab_size)).to(device)
         with torch.no_grad():
-            total += model(batch[:, :-1], batch[:, 1:])[1][0].double().cpu()
+            total += model(batch[:, :-1], batch[:, 1:], with_stats=False)[1][0].double().cpu()
     if world_size > 1:
         total = total.to(device)
         dist.all_reduce(total)
@@ -298,7 +299,38 @@ def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the run
+# the step and the run
+
+
+def train_step(model, raw_model, optimizer, batch, lr, s, finite, with_stats):
+    """
+    One optimizer step at learning rate lr on a list of micro-batches (tokens, targets), with the settings s. `model` is
+    the DDP wrapper or raw_model itself. `finite` () is 1, and set to 0 once a gradient is not finite: from then on the
+    weights stay as they are. Returns STATS (7,), of the logits too with with_stats, and the gradient norm ().
+    """
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    stats = None
+    for i, (tokens, targets) in enumerate(batch):
+        # DDP reduces the gradients in the last micro-batch only
+        with nullcontext() if model is raw_model or i == len(batch) - 1 else model.no_sync():
+            loss, micro_stats = model(tokens, targets, with_stats)
+            (loss / len(batch)).backward()
+        stats = micro_stats if stats is None else merge_stats(stats, micro_stats)
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), s['grad_clip'] or math.inf)
+
+    # the fused optimizer skips its update where found_inf is 1: no step waits for the host to look
+    finite *= torch.isfinite(grad_norm)
+    optimizer.found_inf = 1 - finite
+    E = raw_model.E
+    with torch.no_grad():
+        if s['method'] == 'weight_decay':  # E <- (1 - lam) E - lr u, whatever the learning rate (Eq. 2)
+            E.mul_(1 - s['lam'] * finite.to(E.dtype))
+        optimizer.step()
+        if s['method'] == 'mu_centering':  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
+            E.sub_(E.mean(dim=0))
+    optimizer.zero_grad(set_to_none=True)
+    return stats, grad_norm
 
 
 def main(argv=None):
@@ -425,38 +457,15 @@ def main(argv=None):
 
     while step < args.steps:
         lr = learning_rate(step, settings)
-        for group in optimizer.param_groups:
-            group['lr'] = lr
-
-        # forward and backward: DDP reduces the gradients in the last micro-batch only
-        stats = None
-        for i, (tokens, targets) in enumerate(batch):
-            sync = world_size == 1 or i == accumulation - 1
-            with nullcontext() if sync else model.no_sync():
-                loss, micro_stats = model(tokens, targets)
-                (loss / accumulation).backward()
-            stats = micro_stats if stats is None else merge_stats(stats, micro_stats)
-        grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), args.grad_clip or math.inf)
-
-        # once a gradient is not finite the fused optimizer leaves the weights alone, without asking the host
-        finite *= torch.isfinite(grad_norm)
-        skipped += 1 - finite
-        optimizer.found_inf = 1 - finite
-        with torch.no_grad():
-            if args.method == 'weight_decay':  # E <- (1 - lam) E - lr u, whatever the learning rate (Eq. 2)
-                E.mul_(1 - args.lam * finite.to(E.dtype))
-            optimizer.step()
-            if args.method == 'mu_centering':  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
-                E.sub_(E.mean(dim=0))
-        optimizer.zero_grad(set_to_none=True)
-
         step += 1
         interval_steps += 1
-        if step < args.steps:
-            batch = load_batch(step)  # while the device still works on the step
-
         last = step == args.steps
         log_now = last or step == 1 or step % args.log_every == 0
+        stats, grad_norm = train_step(model, raw_model, optimizer, batch, lr, settings, finite, log_now)
+        skipped += 1 - finite
+        if not last:
+            batch = load_batch(step)  # while the device still works on the step
+
         eval_now = not last and args.eval_every and step % args.eval_every == 0
         save_now = last or args.ckpt_every and step % args.ckpt_every == 0
         keep_now = args.keep_every and step % args.keep_every == 0
