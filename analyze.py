@@ -19,7 +19,7 @@ import torch
 import data
 import plots
 from common import die, make_folder, parse_args, read_json, write_atomic, write_json
-from model import GPT, METHODS, SIZES, GPTConfig, chunk_size, gpt_config
+from model import GPT, METHODS, SIZES, GPTConfig, gpt_config, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
 
@@ -55,7 +55,7 @@ def statistics(model, windows):
     columns = []
     for window in windows.split(max(1, 16384 // c.block_size)):
         h_all = model.hidden(window[:, :-1].to(E.device)).flatten(0, 1).float()
-        for h in h_all.split(chunk_size(c.vocab_size, E.device.type)):
+        for h in h_all.chunk(n_chunks(h_all, E)):
             l = h @ E.T
             l_mu = h @ mu
             norm_h = h.norm(dim=1).clamp_min(tiny)

@@ -27,7 +27,7 @@ import data
 import train
 from analyze import markdown
 from common import die, number, parse_args, write_atomic
-from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, head_chunk, plain_head
+from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, loss_and_grad, plain_head
 
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
 
@@ -120,14 +120,14 @@ def bench_head(args, device):
     h = torch.randn(args.tokens, args.width, generator=g).to(device).requires_grad_()
     E = (0.1 * torch.randn(args.vocab_size, args.width, generator=g)).to(device).requires_grad_()
     targets = torch.randint(args.vocab_size, (args.tokens,), generator=g).to(device)
-    chunk_compiled = torch.compile(head_chunk, dynamic=False)
+    compiled = torch.compile(loss_and_grad, dynamic=False)
     plain_compiled = torch.compile(plain_head, dynamic=False)
     heads = {
         'plain': lambda h, E, t: plain_head(h, E, t, config, False)[0] / len(h),
         'plain, compiled': lambda h, E, t: plain_compiled(h, E, t, config, False)[0] / len(h),
-        'chunked': lambda h, E, t: ChunkedHead.apply(h, E, t, config, head_chunk, False)[0] / len(h),
-        'chunked, compiled': lambda h, E, t: ChunkedHead.apply(h, E, t, config, chunk_compiled, False)[0] / len(h),
-        'chunked, compiled, with statistics': lambda h, E, t: ChunkedHead.apply(h, E, t, config, chunk_compiled, True)[0] / len(h),
+        'chunked': lambda h, E, t: ChunkedHead.apply(h, E, t, config, False)[0] / len(h),
+        'chunked, compiled': lambda h, E, t: ChunkedHead.apply(h, E, t, config, False, compiled)[0] / len(h),
+        'chunked, compiled, with statistics': lambda h, E, t: ChunkedHead.apply(h, E, t, config, True, compiled)[0] / len(h),
         **other_heads(config)}
     calls, memory, losses = {}, {}, {}
     for name, head in heads.items():

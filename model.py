@@ -70,7 +70,8 @@ def logits_to_loss(logits, targets, config, with_stats=True):
         logits = (config.cap * torch.tanh(logits.to(full) / config.cap)).to(logits.dtype)
     logits = logits.to(full)
     log_z = torch.logsumexp(logits, dim=-1)                                   # log Z, Eq. 4
-    loss = log_z - logits.gather(-1, targets[:, None]).squeeze(-1)            # L = -log p_t, Eq. 1
+    # L = -log p_t = log Z - l_t, Eq. 1; nll_loss is -l_t, its gradient needs no second N x V tensor when compiled
+    loss = log_z + F.nll_loss(logits, targets, reduction='none')
     if config.head_mode == 'z_loss':                                          # L_z = lam log^2 Z, Eq. 5
         reg = config.lam * log_z.square()
     else:
@@ -108,49 +109,47 @@ def product_operand(x, config):
     return x.to(logits_dtype).to(torch.promote_types(getattr(torch, config.dtype), logits_dtype))
 
 
-def product_to_logits(h, E, config):
-    """l_i = e_i . h (Eq. 1) for operands h (N, H), E (V, H): logits (N, V), rounded to logits_dtype."""
-    return (h @ E.T).to(getattr(torch, config.logits_dtype))
-
-
 def plain_head(h, E, targets, config, with_stats=True):
     """Loss summed over positions and STATS, from h (N, H), E (V, H), targets (N,), by autograd over all N x V logits."""
-    logits = product_to_logits(product_operand(h, config), product_operand(E, config), config)
-    return logits_to_loss(logits, targets, config, with_stats)
+    product = product_operand(h, config) @ product_operand(E, config).T       # l_i = e_i . h, Eq. 1
+    return logits_to_loss(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
 
 
-def head_chunk(h, E, targets, grad_E, config, with_stats):
+def loss_and_grad(product, targets, config, with_stats):
     """
-    One chunk of the chunked head: h (n, H) and E (V, H) as product operands. Adds the chunk's gradient to grad_E (V, H)
-    in place; returns the gradient of h (n, H), the summed loss and STATS.
+    The products e_i . h (n, V) of a chunk -> their gradient (n, V) in their dtype, the summed loss and STATS. One pass
+    over the chunk when compiled; the gradient is rounded to logits_dtype as the logits are.
     """
-    logits = product_to_logits(h, E, config)
-    grad_logits, (loss, stats) = torch.func.grad_and_value(logits_to_loss, has_aux=True)(logits, targets, config, with_stats)
-    grad_logits = grad_logits.to(E.dtype)
-    if grad_E.dtype == E.dtype:
-        grad_E.addmm_(grad_logits.T, h)
-    else:
-        grad_E += grad_logits.T @ h
-    return grad_logits @ E, loss, stats
+    grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
+    grad, (loss, stats) = grad_and_value(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
+    return grad.to(product.dtype), loss, stats
 
 
-def chunk_size(vocab_size, device_type):
-    """Tokens in a chunk: on a GPU enough to keep it busy, on a CPU few enough for the logits to stay in cache."""
-    return 4096 if device_type == 'cuda' else max(64, min(1024, 2**22 // vocab_size))
+def n_chunks(h, E):
+    """
+    Into how many chunks the chunked head cuts the tokens: on a GPU some thousand tokens each, enough to keep it busy and
+    to pay for re-reading the gradient of E; on a CPU few enough for the logits to stay in cache.
+    """
+    tokens = 4096 if h.device.type == 'cuda' else max(64, min(1024, 2**22 // len(E)))
+    return -(-len(h) // tokens)
 
 
 class ChunkedHead(torch.autograd.Function):
     """plain_head without the N x V logits: loss and gradients together, chunk by chunk, with three products in all."""
 
     @staticmethod
-    def forward(ctx, h, E, targets, config, chunk_fn=head_chunk, with_stats=True):
-        n_chunks = -(-len(h) // chunk_size(len(E), h.device.type))
+    def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad=loss_and_grad):
+        n = n_chunks(h, E)
         h_op, E_op = product_operand(h, config), product_operand(E, config)
         grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
         loss = stats = None
-        for h_c, t_c, grad_h_c in zip(h_op.chunk(n_chunks), targets.chunk(n_chunks), grad_h.chunk(n_chunks)):
-            g, loss_c, stats_c = chunk_fn(h_c, E_op, t_c, grad_E, config, with_stats)
-            grad_h_c.copy_(g)
+        for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n)):
+            grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
+            grad_h_c.copy_(grad @ E_op)
+            if grad.dtype == grad_E.dtype:
+                grad_E.addmm_(grad.T, h_c)
+            else:  # bf16 products, summed in fp32
+                grad_E += grad.T @ h_c
             loss = loss_c if loss is None else loss + loss_c
             stats = stats_c if stats is None else merge_stats(stats, stats_c)
         ctx.save_for_backward(grad_h, grad_E)
@@ -166,11 +165,12 @@ class ChunkedHead(torch.autograd.Function):
 @torch.no_grad()
 def head_stats(h, E, targets, config, with_stats=True):
     """STATS of h (N, H) without gradients, chunk by chunk: evaluation."""
-    E_op = product_operand(E, config)
-    n_chunks = -(-len(h) // chunk_size(len(E), h.device.type))
+    n = n_chunks(h, E)
+    h_op, E_op = product_operand(h, config), product_operand(E, config)
     stats = None
-    for h_c, t_c in zip(product_operand(h, config).chunk(n_chunks), targets.chunk(n_chunks)):
-        _, stats_c = logits_to_loss(product_to_logits(h_c, E_op, config), t_c, config, with_stats)
+    for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n)):
+        logits = (h_c @ E_op.T).to(getattr(torch, config.logits_dtype))
+        stats_c = logits_to_loss(logits, targets_c, config, with_stats)[1]
         stats = stats_c if stats is None else merge_stats(stats, stats_c)
     return stats
 
@@ -261,7 +261,7 @@ class GPT(nn.Module):
         cos, sin = rope_tables(config)
         self.register_buffer('cos', cos, persistent=False)
         self.register_buffer('sin', sin, persistent=False)
-        self.chunk_fn = head_chunk
+        self.loss_and_grad = loss_and_grad
 
         nn.init.normal_(self.wte.weight, std=config.n_embd ** -0.5)
         for name, module in self.named_modules():
@@ -290,7 +290,7 @@ class GPT(nn.Module):
     def compile(self):
         """Compiles the Transformer and the body of the chunked head apart: compiled together the chunk loop is unrolled."""
         self.hidden = torch.compile(self.hidden, dynamic=False)
-        self.chunk_fn = torch.compile(self.chunk_fn, dynamic=False)
+        self.loss_and_grad = torch.compile(self.loss_and_grad, dynamic=False)
 
     def hidden(self, tokens):
         """tokens (B, T) int64 -> final hidden states h (B, T, H)."""
@@ -311,7 +311,7 @@ class GPT(nn.Module):
         if not torch.is_grad_enabled():
             loss, stats = None, head_stats(h, self.E, targets, self.config, with_stats)
         elif self.config.head == 'chunked':
-            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, self.chunk_fn, with_stats)
+            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, with_stats, self.loss_and_grad)
         else:
             loss, stats = plain_head(h, self.E, targets, self.config, with_stats)
         penalty = embeddings_to_loss(self.E, self.config)

@@ -152,7 +152,7 @@ def head_loss(h, E, targets, config, chunked):
 @pytest.mark.parametrize('method', METHODS)
 @pytest.mark.parametrize('chunked', [False, True])
 def test_each_method_is_its_equation_in_both_heads(method, chunked, monkeypatch):
-    monkeypatch.setattr(model_py, 'chunk_size', lambda V, device: 7)
+    monkeypatch.setattr(model_py, 'n_chunks', lambda h, E: -(-len(h) // 7))
     for h, E, targets, _ in random_heads(25):
         config = config_64(method, lam=0.3, cap=5.0)
         h, E = h.requires_grad_(), E.requires_grad_()
@@ -167,7 +167,7 @@ def test_each_method_is_its_equation_in_both_heads(method, chunked, monkeypatch)
 @pytest.mark.parametrize('method', METHODS)
 @pytest.mark.parametrize('chunked', [False, True])
 def test_gradcheck(method, chunked, monkeypatch):
-    monkeypatch.setattr(model_py, 'chunk_size', lambda V, device: 2)
+    monkeypatch.setattr(model_py, 'n_chunks', lambda h, E: 3)
     g = torch.Generator().manual_seed(0)
     h, E = (torch.randn(n, 4, generator=g, dtype=F64, requires_grad=True) for n in (5, 9))
     targets = torch.randint(9, (5,), generator=g)
@@ -179,7 +179,7 @@ def test_gradcheck(method, chunked, monkeypatch):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_heads_agree_within_bf16_rounding(method, dtype, monkeypatch):
     """Both ways to bf16 logits. Each head rounds the logit gradient D and its products to bf16 once: |error| <= 2 u |D| |E| a head."""
-    monkeypatch.setattr(model_py, 'chunk_size', lambda V, device: 50)
+    monkeypatch.setattr(model_py, 'n_chunks', lambda h, E: 3)
     g = torch.Generator().manual_seed(1)
     h = torch.randn(128, 32, generator=g).bfloat16().float().requires_grad_()
     E = (torch.randn(500, 32, generator=g) + 0.5).bfloat16().float().requires_grad_()
