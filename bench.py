@@ -27,7 +27,7 @@ import data
 import train
 from analyze import markdown
 from common import die, number, parse_args, write_atomic
-from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, loss_and_grad, plain_head
+from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, compile_head, loss_and_grad_, plain_head
 
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
 
@@ -120,8 +120,8 @@ def bench_head(args, device):
     h = torch.randn(args.tokens, args.width, generator=g).to(device).requires_grad_()
     E = (0.1 * torch.randn(args.vocab_size, args.width, generator=g)).to(device).requires_grad_()
     targets = torch.randint(args.vocab_size, (args.tokens,), generator=g).to(device)
-    compiled = torch.compile(loss_and_grad, dynamic=False)
-    plain_compiled = torch.compile(plain_head, dynamic=False)
+    compiled = compile_head(loss_and_grad_)
+    plain_compiled = compile_head(plain_head)
     heads = {
         'plain': lambda h, E, t: plain_head(h, E, t, config, False)[0] / len(h),
         'plain, compiled': lambda h, E, t: plain_compiled(h, E, t, config, False)[0] / len(h),

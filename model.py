@@ -115,14 +115,20 @@ def plain_head(h, E, targets, config, with_stats=True):
     return logits_to_loss(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
 
 
-def loss_and_grad(product, targets, config, with_stats):
+def loss_and_grad_(product, targets, config, with_stats):
     """
-    The products e_i . h (n, V) of a chunk -> their gradient (n, V) in their dtype, the summed loss and STATS. One pass
-    over the chunk when compiled; the gradient is rounded to logits_dtype as the logits are.
+    Replaces the products e_i . h (n, V) of a chunk by their gradient, in place; returns the summed loss and STATS. Fused
+    when compiled. The gradient is rounded to logits_dtype as the logits are.
     """
     grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
     grad, (loss, stats) = grad_and_value(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
-    return grad.to(product.dtype), loss, stats
+    product.copy_(grad)
+    return loss, stats
+
+
+def compile_head(function):
+    """torch.compile that keeps every rounding to bf16: fused kernels drop a cast down and up again unless told not to."""
+    return torch.compile(function, dynamic=False, options={'emulate_precision_casts': True})
 
 
 def n_chunks(h, E):
@@ -130,7 +136,7 @@ def n_chunks(h, E):
     Into how many chunks the chunked head cuts the tokens: on a GPU some thousand tokens each, enough to keep it busy and
     to pay for re-reading the gradient of E; on a CPU few enough for the logits to stay in cache.
     """
-    tokens = 4096 if h.device.type == 'cuda' else max(64, min(1024, 2**22 // len(E)))
+    tokens = 4096 if h.device.type == 'cuda' else max(64, min(1024, 2**24 // len(E)))
     return -(-len(h) // tokens)
 
 
@@ -138,13 +144,14 @@ class ChunkedHead(torch.autograd.Function):
     """plain_head without the N x V logits: loss and gradients together, chunk by chunk, with three products in all."""
 
     @staticmethod
-    def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad=loss_and_grad):
+    def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad_=loss_and_grad_):
         n = n_chunks(h, E)
         h_op, E_op = product_operand(h, config), product_operand(E, config)
         grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
         loss = stats = None
         for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n)):
-            grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
+            grad = h_c @ E_op.T  # for the moment; l_i = e_i . h
+            loss_c, stats_c = loss_and_grad_(grad, targets_c, config, with_stats)
             grad_h_c.copy_(grad @ E_op)
             if grad.dtype == grad_E.dtype:
                 grad_E.addmm_(grad.T, h_c)
@@ -261,7 +268,7 @@ class GPT(nn.Module):
         cos, sin = rope_tables(config)
         self.register_buffer('cos', cos, persistent=False)
         self.register_buffer('sin', sin, persistent=False)
-        self.loss_and_grad = loss_and_grad
+        self.loss_and_grad_ = loss_and_grad_
 
         nn.init.normal_(self.wte.weight, std=config.n_embd ** -0.5)
         for name, module in self.named_modules():
@@ -290,7 +297,7 @@ class GPT(nn.Module):
     def compile(self):
         """Compiles the Transformer and the body of the chunked head apart: compiled together the chunk loop is unrolled."""
         self.hidden = torch.compile(self.hidden, dynamic=False)
-        self.loss_and_grad = torch.compile(self.loss_and_grad, dynamic=False)
+        self.loss_and_grad_ = compile_head(self.loss_and_grad_)
 
     def hidden(self, tokens):
         """tokens (B, T) int64 -> final hidden states h (B, T, H)."""
@@ -311,7 +318,7 @@ class GPT(nn.Module):
         if not torch.is_grad_enabled():
             loss, stats = None, head_stats(h, self.E, targets, self.config, with_stats)
         elif self.config.head == 'chunked':
-            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, with_stats, self.loss_and_grad)
+            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, with_stats, self.loss_and_grad_)
         else:
             loss, stats = plain_head(h, self.E, targets, self.config, with_stats)
         penalty = embeddings_to_loss(self.E, self.config)
