@@ -19,7 +19,7 @@ import torch
 import data
 import plots
 from common import die, make_folder, parse_args, read_json, write_atomic, write_json
-from model import GPT, METHODS, SIZES, GPTConfig, gpt_config, n_chunks
+from model import GPT, METHODS, SIZES, USES_LAM, GPTConfig, gpt_config, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
 
@@ -86,9 +86,11 @@ def analyze_run(folder):
     run's analysis.json, so that a growing sweep is not computed again.
     """
     row = {**dict.fromkeys(COLUMNS), **read_json(os.path.join(folder, 'result.json'))}
-    kept = os.path.join(folder, 'analysis.json')
-    if not os.path.exists(kept):
-        path = os.path.join(folder, 'model.pt')
+    missing = [c for c in REQUIRED if row[c] is None]
+    if missing:
+        die(f'{folder}/result.json: no {", ".join(missing)}')
+    kept, path = os.path.join(folder, 'analysis.json'), os.path.join(folder, 'model.pt')
+    if not os.path.exists(kept) or os.path.exists(path) and os.path.getmtime(kept) < os.path.getmtime(path):
         try:
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
             s = checkpoint['config']
@@ -114,6 +116,19 @@ def analyze_run(folder):
     return row, distributions
 
 
+def read_log(path):
+    """The entries of a run's log.jsonl as dicts; lines that are no JSON (a disk that was full) are passed over."""
+    entries = []
+    if os.path.exists(path):
+        with open(path, encoding='utf-8', errors='replace') as file:
+            for line in file:
+                try:
+                    entries.append(json.loads(line))
+                except ValueError:
+                    pass
+    return entries
+
+
 def find_runs(folders):
     """The run folders (those with a config.json) among `folders` and right below them -> (finished, unfinished)."""
     found = []
@@ -131,6 +146,7 @@ def find_runs(folders):
 
 
 def write_csv(path, columns, rows):
+    """Writes rows (dicts) under `columns`, atomically; None and what a row lacks is left empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
     writer.writerow(columns)
@@ -184,6 +200,8 @@ def read_results(path):
 def complete(rows):
     """Fills in what follows from the size, orders the rows as the paper does, and refuses two rows of the same run."""
     for r in rows:
+        if r['method'] in METHODS:  # an empty λ is the paper's, and a method without one has none
+            r['lam'] = (1e-4 if r['lam'] is None else r['lam']) if r['method'] in USES_LAM else None
         r['init_loss'] = PUBLISHED_INIT_LOSS.get(r['size']) if r['init_loss'] is None else r['init_loss']
         if r['n_params'] is None and r['size'] in PUBLISHED_INIT_LOSS:
             with torch.device('meta'):
@@ -240,6 +258,7 @@ def markdown(header, rows):
 
 
 def variant_name(method, lam):
+    """The method, with its λ where that is not the paper's 1e-4."""
     return method if lam is None or lam == 1e-4 else f'{method} λ={lam:g}'
 
 
@@ -272,7 +291,7 @@ def run_table(rows):
     columns = [c for c in columns if any(r[c[0]] is not None for r in rows)]
     seeds = len({r['seed'] for r in rows}) > 1
     return markdown(['method', 'size', 'tied', *(['seed'] if seeds else []), *(c for c, _ in columns), 'diverged'],
-                    [[variant_name(r['method'], r['lam']), r['size'], 'yes' if r['weight_tying'] else 'no', *([r['seed']] if seeds else []),
+                    [[variant_name(r['method'], r['lam']), r['size'], 'yes' if r['weight_tying'] else 'no', *([f'{r["seed"] or 0:g}'] if seeds else []),
                       *(show(r, *c) for c in columns), {None: '', 1: 'yes', 0: 'no'}[r['diverged']]] for r in rows])
 
 
@@ -284,8 +303,8 @@ def main(argv=None):
     args = parse_args(p, argv)
     if bool(args.runs) == bool(args.results):
         die('give either run folders, such as out/demo, or --results=FILE.csv')
-    source = args.results or args.runs[0]
-    out = args.out or os.path.join('results', os.path.splitext(os.path.basename(os.path.normpath(source)))[0])
+    name = os.path.splitext(os.path.basename(args.results))[0] if args.results else os.path.basename(os.path.normpath(args.runs[0]))
+    out = args.out or os.path.join('results', name)
 
     if args.results:
         rows = complete(read_results(args.results))
@@ -304,8 +323,7 @@ def main(argv=None):
             identity = {k: row[k] for k in (*KEY, 'diverged')}
             rows.append(row)
             distributions += [{**identity, 'quantity': name, **of_run[name]} for name in of_run]
-            with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as file:
-                curves += [{**identity, **json.loads(line)} for line in file]
+            curves += [{**identity, **entry} for entry in read_log(os.path.join(folder, 'log.jsonl'))]
         rows = complete(rows)
         write_csv(os.path.join(out, 'results.csv'), COLUMNS, rows)
         write_csv(os.path.join(out, 'distributions.csv'), [*KEY, 'diverged', 'quantity', *DISTRIBUTION], distributions)

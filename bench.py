@@ -172,7 +172,7 @@ def training_step(size, method, args, device):
     model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if args.compile:
-        model.compile()
+        model.compile_parts()
     micro = args.micro_batch_size or train.fitting_micro_batch(args.batch_size, config, device)
     tokens = torch.randint(args.vocab_size, (args.batch_size, args.block_size + 1), generator=torch.Generator().manual_seed(0)).to(device)
     batch = [(part[:, :-1], part[:, 1:]) for part in tokens.split(micro)]

@@ -64,10 +64,10 @@ def write_atomic(path, write, mode='wb'):
             os.fsync(folder)  # the rename itself must survive a power cut
         finally:
             os.close(folder)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError for a full disk
         if os.path.exists(temporary):
             os.unlink(temporary)
-        die(f'cannot write {path}: {error.strerror or error}', status=1)
+        die(f'cannot write {path}: {getattr(error, "strerror", None) or error}', status=1)
 
 
 def write_json(path, value):

@@ -33,6 +33,8 @@ STATS = ('loss', 'reg', 'logit_mean', 'logit_mean_squared', 'logit_std', 'logit_
 
 @dataclass
 class GPTConfig:
+    """What GPT is built from. gpt_config makes one from a run's settings."""
+
     n_layer: int = 6
     n_embd: int = 224
     n_head: int = 4
@@ -76,7 +78,7 @@ def logits_to_loss(logits, targets, config, with_stats=True):
         reg = config.lam * log_z.square()
     else:
         reg = torch.zeros_like(loss)
-    sums = torch.stack([loss.sum(), reg.sum()]).detach()
+    sums = torch.stack([loss.sum(), reg.sum()]).detach().to(stats_dtype(logits))
     return (loss + reg).sum(), torch.cat((sums, logit_stats(logits.detach()) if with_stats else sums.new_zeros(len(STATS) - 2)))
 
 
@@ -89,10 +91,17 @@ def embeddings_to_loss(E, config):
 
 def logit_stats(logits):
     """The STATS of logits (N, V) after loss and reg, (5,): moments over V and the largest |logit|, summed over N; the largest of all."""
+    wide = stats_dtype(logits)
     mean = logits.mean(dim=-1)
     std = (logits - mean[:, None]).square().mean(dim=-1).sqrt()
     absmax = torch.maximum(logits.amax(dim=-1), -logits.amin(dim=-1))
+    mean, std, absmax = mean.to(wide), std.to(wide), absmax.to(wide)
     return torch.stack([mean.sum(), mean.square().sum(), std.sum(), absmax.sum(), absmax.amax()])
+
+
+def stats_dtype(logits):
+    """float64, so that the spread of a mean of 1000 survives its squares; float32 on MPS, which has no float64."""
+    return torch.float32 if logits.device.type == 'mps' else torch.float64
 
 
 def merge_stats(a, b):
@@ -141,7 +150,10 @@ def n_chunks(h, E):
 
 
 class ChunkedHead(torch.autograd.Function):
-    """plain_head without the N x V logits: loss and gradients together, chunk by chunk, with three products in all."""
+    """
+    plain_head without the N x V logits: loss and gradients together, chunk by chunk, with three products in all. Under
+    bf16 each chunk's product for grad_E is rounded to bf16 and summed in fp32.
+    """
 
     @staticmethod
     def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad_=loss_and_grad_):
@@ -155,7 +167,7 @@ class ChunkedHead(torch.autograd.Function):
             grad_h_c.copy_(grad @ E_op)
             if grad.dtype == grad_E.dtype:
                 grad_E.addmm_(grad.T, h_c)
-            else:  # bf16 products, summed in fp32
+            else:
                 grad_E += grad.T @ h_c
             loss = loss_c if loss is None else loss + loss_c
             stats = stats_c if stats is None else merge_stats(stats, stats_c)
@@ -214,6 +226,8 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
+    """Causal self-attention with QK-LayerNorm (one gain for all heads) and RoPE: (B, T, H) -> (B, T, H)."""
+
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
@@ -230,10 +244,17 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, H))
 
 
+def swiglu_width(n_embd):
+    """Hidden width of the SwiGLU: 8/3 of the width, rounded up to a multiple of 256."""
+    return 256 * math.ceil((8 * n_embd // 3) / 256)
+
+
 class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020): (B, T, H) -> (B, T, H)."""
+
     def __init__(self, config):
         super().__init__()
-        hidden = 256 * math.ceil((8 * config.n_embd // 3) / 256)
+        hidden = swiglu_width(config.n_embd)
         self.gate = nn.Linear(config.n_embd, hidden, bias=False)
         self.up = nn.Linear(config.n_embd, hidden, bias=False)
         self.down = nn.Linear(hidden, config.n_embd, bias=False)
@@ -243,6 +264,8 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
+    """Pre-LayerNorm Transformer block: (B, T, H) -> (B, T, H)."""
+
     def __init__(self, config):
         super().__init__()
         self.norm_1 = LayerNorm(config.n_embd)
@@ -294,7 +317,7 @@ class GPT(nn.Module):
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * weights + 6 * c.n_layer * c.block_size * c.n_embd
 
-    def compile(self):
+    def compile_parts(self):
         """Compiles the Transformer and the body of the chunked head apart: compiled together the chunk loop is unrolled."""
         self.hidden = torch.compile(self.hidden, dynamic=False)
         self.loss_and_grad_ = compile_head(self.loss_and_grad_)

@@ -37,6 +37,7 @@ def color(method, lam):
 
 
 def label(method, lam):
+    """What a legend calls a variant."""
     return LABELS.get(method, method) + ('' if lam is None else rf' $\lambda$={lam:g}')
 
 
@@ -81,6 +82,7 @@ def legend(figure, rows):
 
 
 def save(figure, path):
+    """Writes path.png and path.pdf, each whole or not at all, and closes the figure."""
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     for ending in ('png', 'pdf'):
         temporary = f'{path}.tmp.{ending}'

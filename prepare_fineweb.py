@@ -15,6 +15,7 @@ import functools
 import glob
 import hashlib
 import itertools
+import logging
 import multiprocessing
 import os
 import sys
@@ -78,10 +79,13 @@ def dataset_texts(args):
         if len(kinds) > 1 or not kinds <= set(loaders):
             die(f'--files={args.files}: should match one kind of .txt, .jsonl or .parquet, matches {", ".join(sorted(kinds))}')
     import datasets  # slow to import, and not needed for the other sources
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what goes wrong is said below, in one line
     if args.source == 'local':
         whole = {'sample_by': 'document'} if kinds == {'.txt'} else {}
         rows = datasets.load_dataset(loaders[kinds.pop()], data_files=paths, split='train', streaming=True, **whole)
     else:
+        print('asking the Hugging Face hub for FineWeb', flush=True)
+        logging.getLogger('huggingface_hub').setLevel(logging.CRITICAL)
         rows = datasets.load_dataset('HuggingFaceFW/fineweb', name=args.name or 'sample-100BT', split='train', streaming=True)
     for row in rows:
         if not isinstance(row.get('text'), str):
@@ -95,6 +99,7 @@ def dataset_texts(args):
 
 @functools.lru_cache(maxsize=1)
 def gpt2():
+    """tiktoken's GPT-2 encoding; raises whatever its download raises where its ranks are not at hand."""
     import tiktoken
     return tiktoken.get_encoding('gpt2')
 
@@ -117,7 +122,12 @@ def encode_all(texts, encode, workers):
     # spawned, not forked: tokenizer threads do not survive a fork, and a fork would inherit the folder lock
     with multiprocessing.get_context('spawn').Pool(workers) as pool:
         while batch := list(itertools.islice(texts, 256 * workers)):
-            yield from pool.imap(encode, batch, chunksize=16)
+            results = pool.imap(encode, batch, chunksize=16)
+            try:
+                yield from results
+            finally:  # also where the reader has enough: a worker ended while it holds the queue's lock would block us
+                for _ in results:
+                    pass
 
 
 def fetch_pretokenized(args, meta, meta_path):
@@ -238,7 +248,7 @@ def main(argv=None):
     except (OSError, RuntimeError, ValueError) as error:
         if args.source == 'fineweb':
             no_network(args, error)
-        die(f'--source={args.source}: {error}', 1)
+        die(f'--source={args.source}: {error}', 2 if args.source == 'local' else 1)
     bar.close()
     if meta['tokens'] == 0:
         die(f'the text has only {meta["val_tokens"]:,} tokens, none are left to train on; lower --val_tokens')

@@ -9,7 +9,7 @@
 #   METHODS SIZES LRS TYING (untied tied) LAMS (weight_decay keeps the paper's 1e-4) SEEDS STEPS
 #   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo: the cores)
 #   OUT     folder of the runs (default out/<grid>)                      DATA     folder of the shards
-#   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, run nothing
+#   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, for this folder; run nothing
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 export LC_ALL=C
@@ -82,7 +82,7 @@ run_one() {
   case $status in
     0) echo "$line $1: $(tail -n 1 "$log" | cut -d, -f1) ($((SECONDS - first)) s)" ;;
     3) echo "$line $1: another process is at it" ;;
-    130 | 143) echo "$line $1: interrupted, the same command goes on from its checkpoint"; return 255 ;;
+    130 | 143) echo "$line $1: interrupted, the same command goes on from its checkpoint"; touch "$OUT/logs/interrupted"; return 255 ;;
     *) echo "$line $1: FAILED with status $status: $(tail -n 1 "$log" | cut -c1-200)"
        printf '%s\n' "$1" >>"$OUT/logs/failed"; return 1 ;;
   esac
@@ -98,15 +98,17 @@ if [ "$GRID" = demo ] && [ "$DATA" = data/stdlib ]; then
   python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out="$DATA" || exit
 fi
 export TOTAL=$(($(plan | tr -dc '\0' | wc -c) / 7)) BEGIN=$(date +%s)
-mkdir -p "$OUT/logs" && rm -f "$OUT/logs/failed" || exit 1
+mkdir -p "$OUT/logs" && rm -f "$OUT/logs/failed" "$OUT/logs/interrupted" || exit 1
 echo "$TOTAL runs in $OUT, $JOBS at a time; the output of each is in $OUT/logs"
 if [ "$GPUS" -gt 0 ]; then slot=--process-slot-var=SLOT; else slot=; fi
 plan | xargs -0 -n 7 -P "$JOBS" $slot bash -c 'run_one "$@"' sweep
-[ $? -eq 124 ] && { echo "stopped; bash sweep.sh $GRID goes on" >&2; exit 130; }
+[ -f "$OUT/logs/interrupted" ] && { echo "stopped; bash sweep.sh $GRID goes on" >&2; exit 130; }
 
-python analyze.py "$OUT" || exit
+python analyze.py "$OUT"
+status=$?
 if [ -s "$OUT/logs/failed" ]; then
   echo "FAILED, see $OUT/logs/<name>.log:" >&2
   cat "$OUT/logs/failed" >&2
   exit 1
 fi
+exit $status

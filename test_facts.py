@@ -205,6 +205,30 @@ def test_logits_are_rounded_to_bf16_and_the_example_of_the_introduction():
             assert abs(math.exp(-loss.item()) - p) < 5e-4
 
 
+def test_compiling_keeps_every_rounding():
+    """A compiler that fuses a cast down with the cast up again would undo what the paper studies."""
+    compiled = model_py.compile_head(model_py.loss_and_grad_)
+    config = GPTConfig(logits_dtype='bfloat16')
+    loss, _ = compiled(torch.tensor([[128.5] + [128.0] * 10]), torch.tensor([0]), config, False)
+    assert abs(math.exp(-loss.item()) - 0.091) < 5e-4
+    g = torch.Generator().manual_seed(0)
+    products, targets = 30 * torch.randn(16, 200, generator=g), torch.randint(200, (16,), generator=g)
+    for config in (GPTConfig(logits_dtype='bfloat16', head_mode='soft_capping'), GPTConfig(logits_dtype='bfloat16', head_mode='z_loss')):
+        a, b = products.clone(), products.clone()
+        eager, (loss, _) = model_py.loss_and_grad_(a, targets, config, False)[0], compiled(b, targets, config, False)
+        torch.testing.assert_close(loss, eager, rtol=1e-6, atol=0)
+        # fp32 rounding may tip a value over to the next bf16 number here and there; a missing rounding would change most
+        assert (a != b).float().mean() < 0.01 and torch.equal(a, a.bfloat16().float())
+
+
+def test_the_spread_of_the_logit_mean_survives_its_squares():
+    """At the published 16M baseline's mean logit of 1152, fp32 squares would lose a spread of 0.6 altogether."""
+    mean = 1152 + 0.6 * torch.randn(4096, 1, generator=torch.Generator().manual_seed(0))
+    stats = logits_to_loss(mean + torch.linspace(-1, 1, 64), torch.zeros(4096, dtype=torch.int64), GPTConfig())[1] / 4096
+    spread = math.sqrt(stats[STATS.index('logit_mean_squared')] - stats[STATS.index('logit_mean')] ** 2)
+    assert spread == pytest.approx(mean.double().std(correction=0).item(), rel=1e-3)
+
+
 def test_z_loss_treats_positive_and_negative_logits_differently():
     """L_z(l_i) != L_z(-l_i); a single logit that falls to minus infinity is not held back, one that rises is."""
     config, target = config_64('z_loss', lam=1.0), torch.tensor([1])
@@ -289,6 +313,86 @@ def test_rope_depends_on_distance_alone_and_turns_the_first_half():
     assert torch.equal(model_py.rotate(q, cos, sin)[..., 16:], q[..., 16:]) and cos.shape == (32, 8)
     # frequencies from the rotated half: theta_j = 10000^(-2j/16)
     torch.testing.assert_close(cos[1], torch.cos(10000.0 ** (-torch.arange(8, dtype=F64) / 8)), rtol=0, atol=1e-7)
+
+
+def reference_hidden(w, tokens, n_layer, n_head):
+    """Final hidden states (T, H) of one sequence, in float64, written out from the paper's table and DESIGN: no code shared with model.py."""
+    def norm(x, gain):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * gain
+    x = w['wte.weight'][tokens]
+    T, H = x.shape
+    D = H // n_head
+    half = D // 2
+    for i in range(n_layer):
+        b = f'blocks.{i}.'
+        qkv = norm(x, w[b + 'norm_1.weight']) @ w[b + 'attn.qkv.weight'].T
+        out = torch.zeros_like(x)
+        for head in range(n_head):
+            q, k, v = (qkv[:, part * H + head * D:part * H + (head + 1) * D] for part in range(3))
+            q, k = norm(q, w[b + 'attn.norm_q.weight']), norm(k, w[b + 'attn.norm_k.weight'])
+            turned = []
+            for y in (q, k):
+                y = y.clone()
+                for t in range(T):
+                    for j in range(half // 2):
+                        angle = t * 10000 ** (-2 * j / half)
+                        a, c = y[t, 2 * j].item(), y[t, 2 * j + 1].item()
+                        y[t, 2 * j], y[t, 2 * j + 1] = a * math.cos(angle) - c * math.sin(angle), a * math.sin(angle) + c * math.cos(angle)
+                turned.append(y)
+            scores = turned[0] @ turned[1].T / math.sqrt(D)
+            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+            out[:, head * D:(head + 1) * D] = scores.softmax(-1) @ v
+        x = x + out @ w[b + 'attn.proj.weight'].T
+        y = norm(x, w[b + 'norm_2.weight'])
+        gate = y @ w[b + 'mlp.gate.weight'].T
+        x = x + (gate / (1 + (-gate).exp()) * (y @ w[b + 'mlp.up.weight'].T)) @ w[b + 'mlp.down.weight'].T
+    return norm(x, w['norm_f.weight'])
+
+
+def test_the_transformer_is_the_papers():
+    torch.manual_seed(0)
+    gpt = GPT(config_64(n_layer=2, n_embd=32, n_head=4, vocab_size=64, block_size=16)).double()
+    with torch.no_grad():
+        for name, p in gpt.named_parameters():
+            p.copy_(torch.rand_like(p) + 0.5 if 'norm' in name else 5 * p)  # gains that are not one, an attention that is not flat
+    tokens = torch.randint(64, (2, 16))
+    for i in range(2):
+        expected = reference_hidden({k: v.double() for k, v in gpt.state_dict().items()}, tokens[i], 2, 4)
+        torch.testing.assert_close(gpt.hidden(tokens)[i], expected, rtol=1e-6, atol=1e-6)  # the RoPE tables are fp32
+
+
+@pytest.mark.parametrize('dtype, inside', [('bfloat16', torch.bfloat16), ('float32', torch.float32)])
+def test_products_are_in_the_dtype_and_weights_in_fp32(dtype, inside):
+    gpt = GPT(GPTConfig(n_layer=1, n_embd=32, n_head=4, vocab_size=64, block_size=16, dtype=dtype, logits_dtype=dtype))
+    seen = []
+    for module in (gpt.blocks[0].attn.qkv, gpt.blocks[0].attn.proj, gpt.blocks[0].mlp.gate, gpt.blocks[0].mlp.down):
+        module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    gpt(torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64))[0].backward()
+    assert seen == [inside] * 4 and all(p.dtype == p.grad.dtype == torch.float32 for p in gpt.parameters())
+
+
+def test_defaults_are_appendix_a():
+    args = train.parser().parse_args([])
+    appendix_a = dict(beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, weight_tying=False, min_lr=1e-5, block_size=2048, batch_size=64,
+                      steps=100_000, lam=1e-4, cap=30.0, size='16M', method='baseline', rope_fraction=0.5, seed=1, divergence_margin=0.5)
+    assert {k: getattr(args, k) for k in appendix_a} == appendix_a
+    args.data = 'x'
+    train.fill_in(args, 'cuda', 4)
+    assert (args.warmup, args.dtype, args.logits_dtype, args.compile) == (5000, 'bfloat16', 'bfloat16', True)
+    assert (args.n_layer, args.n_embd, args.n_head, args.eval_tokens, args.test_tokens) == (6, 224, 4, 1_048_576, 10_485_760)
+
+
+def test_the_gradient_is_clipped():
+    """One step of plain gradient descent at learning rate 1 moves the weights by no more than grad_clip."""
+    for clip in (1e-3, 0.1, 0.0):
+        torch.manual_seed(0)
+        gpt = GPT(config_64(n_layer=1, n_embd=16, n_head=2, vocab_size=64, block_size=16)).double()
+        before = [p.detach().clone() for p in gpt.parameters()]
+        tokens = torch.randint(64, (2, 17))
+        _, norm = train.train_step(gpt, gpt, torch.optim.SGD(gpt.parameters(), fused=True), [(tokens[:, :-1], tokens[:, 1:])], 1.0,
+                                   {'method': 'baseline', 'lam': 0, 'grad_clip': clip}, torch.ones(()), False)
+        moved = sum((a - b).square().sum() for a, b in zip(gpt.parameters(), before)).sqrt().item()
+        assert norm > 0.5 and moved == pytest.approx(min(clip or math.inf, norm.item()), rel=1e-4)
 
 
 def test_attention_is_causal():

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import analyze
+import bench
 import common
 import data
 import prepare_fineweb
 import train
+from model import GPT, gpt_config
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SMALL = ('--size=tiny', '--n_embd=32', '--block_size=32', '--batch_size=4', '--test_tokens=256', '--eval_tokens=128', '--device=cpu',
@@ -229,6 +231,38 @@ def test_killed_and_started_again_ends_as_if_never_stopped(corpus, whole_run, tm
     assert 'is done' in python(*command[1:]).stdout
 
 
+def test_sigusr1_saves_and_goes_on(corpus, tmp_path):
+    command = [sys.executable, 'train.py', '--steps=100000', *SMALL, f'--data={corpus}', f'--out={tmp_path}/run', '--ckpt_every=0']
+    process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith('step') and ' 20/' in line:
+            process.send_signal(signal.SIGUSR1)
+        if (tmp_path / 'run' / 'ckpt.pt').exists():
+            break
+    saved = torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['step']
+    assert saved >= 20 and process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.read() and process.wait() == 143
+    assert torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['step'] > saved
+
+
+def test_a_signal_between_log_lines_stops_all_processes_together(corpus, tmp_path):
+    flags = ('--steps=400', '--log_every=40', *SMALL, f'--data={corpus}', f'--out={tmp_path}/run', '--ckpt_every=0')
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *flags]
+    process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    for line in process.stdout:
+        if line.startswith('step  40/'):
+            time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            break
+    process.communicate(timeout=120)
+    saved = torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['step']
+    assert 40 < saved < 400 and saved % 40 == 0
+    done = torchrun(2, *flags)
+    assert done.returncode == 0 and f'going on at step {saved}' in done.stdout
+    assert [e['step'] for e in log_of(tmp_path / 'run') if 'loss' in e] == [1, *range(40, 401, 40)]
+
+
 @pytest.mark.parametrize('number, status', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_the_lock_keeps_others_out(corpus, tmp_path, number, status):
     command = [sys.executable, 'train.py', '--steps=100000', *SMALL, f'--data={corpus}', f'--out={tmp_path}/run', '--ckpt_every=0']
@@ -268,7 +302,7 @@ def test_regulariser_does_not_depend_on_processes_and_micro_batches(corpus, tmp_
 
 
 def test_compile_gives_the_same_losses(corpus, tmp_path):
-    flags = ('--method=soft_capping', '--steps=3', '--log_every=1', *SMALL[:-1], f'--data={corpus}', '--lr=1e-3')
+    flags = ('--method=soft_capping', '--steps=3', '--log_every=1', *SMALL, f'--data={corpus}', '--lr=1e-3', '--deterministic')
     python('train.py', *flags, f'--out={tmp_path}/eager')
     python('train.py', *flags, f'--out={tmp_path}/compiled', '--compile')
     for a, b in zip(log_of(tmp_path / 'eager'), log_of(tmp_path / 'compiled'), strict=True):
@@ -282,10 +316,46 @@ def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(corpus
     assert result['diverged'] == 1 and result['diverged_step'] == 2 and np.isnan(result['test_loss'])
     assert all(bool(torch.isfinite(w).all()) for w in weights(tmp_path / 'sweep' / 'run').values())
     assert log_of(tmp_path / 'sweep' / 'run')[-2]['step'] == 10
+    # one update was made, then none
+    assert result['lr_sum'] == train.learning_rate(0, json.load(open(tmp_path / 'sweep' / 'run' / 'config.json')))
+    assert torch.load(tmp_path / 'sweep' / 'run' / 'model.pt', weights_only=True)['step'] == 1
     if head == 'chunked':  # and the analysis takes it: it counts as the loss at initialisation
         assert analyze.main([str(tmp_path / 'sweep'), f'--out={tmp_path}/results']) == 0
         assert analyze.main([f'--results={tmp_path}/results/results.csv', f'--out={tmp_path}/again']) == 0
         assert (tmp_path / 'results' / 'lrs.csv').read_text() == (tmp_path / 'again' / 'lrs.csv').read_text()
+
+
+def test_weight_decay_stops_with_the_updates(corpus, tmp_path):
+    python('train.py', '--method=weight_decay', '--lam=0.1', '--lr=1e30', '--steps=20', '--warmup=0', '--keep_every=1', *SMALL, f'--data={corpus}', f'--out={tmp_path}')
+    after_one = torch.load(tmp_path / 'model_1.pt', weights_only=True)['model']
+    assert all(torch.equal(after_one[name], w) for name, w in weights(tmp_path).items())
+
+
+def test_stop_on_divergence(corpus, tmp_path):
+    for name, flag in (('on', '--stop_on_divergence'), ('off', '--no-stop_on_divergence')):
+        python('train.py', '--lr=1', '--steps=60', '--log_every=2', *SMALL, '--divergence_margin=0.01', f'--data={corpus}', f'--out={tmp_path / name}', flag)
+    results = {name: json.load(open(tmp_path / name / 'result.json')) for name in ('on', 'off')}
+    assert all(r['diverged'] == 1 and np.isfinite(r['test_loss']) for r in results.values())
+    assert results['on']['diverged_step'] == results['off']['diverged_step'] == log_of(tmp_path / 'on')[-1]['step'] < 60
+    assert log_of(tmp_path / 'off')[-1]['step'] == 60
+
+
+def test_test_loss_is_over_exactly_the_tokens_asked_for(whole_run, corpus):
+    checkpoint = torch.load(whole_run / 'model.pt', weights_only=True)
+    gpt = GPT(gpt_config(checkpoint['config']))
+    gpt.load_state_dict(checkpoint['model'])
+    windows = torch.from_numpy(tokens_of(corpus, 'val')[:257].astype(np.int64)).unfold(0, 33, 32)
+    assert windows.shape == (8, 33)  # 256 test tokens
+    with torch.no_grad():
+        logits = (gpt.hidden(windows[:, :-1]).bfloat16().float() @ gpt.E.bfloat16().float().T).bfloat16().float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert json.load(open(whole_run / 'result.json'))['test_loss'] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_logits_dtype_reaches_the_model(corpus, tmp_path):
+    for dtype in ('bfloat16', 'float32'):
+        python('train.py', '--steps=2', *SMALL[:-1], f'--logits_dtype={dtype}', f'--data={corpus}', f'--out={tmp_path / dtype}')
+    assert log_of(tmp_path / 'bfloat16')[1]['loss'] != log_of(tmp_path / 'float32')[1]['loss']
 
 
 def test_divergence_is_the_smoothed_loss_above_its_lowest_after_warm_up():
@@ -300,6 +370,7 @@ def test_divergence_is_the_smoothed_loss_above_its_lowest_after_warm_up():
     assert first([(n, 3.0 if n < 500 else 4.1) for n in steps]) == 500                     # half-life 10 steps: 0.55 at once
     assert first([(n, 3.0 if n < 500 else 3.8) for n in steps]) == 510                     # 0.4, then 0.6
     assert first([(n, 3.0 if n < 500 else float('nan')) for n in steps]) == 500
+    assert first([(n, 2.0 if n < 50 else 3.0) for n in steps]) is None                     # low in warm-up only: does not count
 
 
 def test_the_published_shape_runs_on_a_cpu(corpus, tmp_path):
@@ -362,6 +433,53 @@ def test_sweep_skips_survives_a_failed_run_and_analyzes(corpus, tmp_path):
         subprocess.run(['rm', '-rf', os.path.join(HERE, 'results', 'mini')])
 
 
+def test_sweep_tries_a_failed_run_again(corpus, tmp_path):
+    """A python that fails once, as a machine does now and then."""
+    fake = tmp_path / 'bin' / 'python'
+    os.makedirs(fake.parent)
+    fake.write_text(f'#!/bin/sh\nif [ "$1" = train.py ] && [ ! -e {tmp_path}/failed ]; then touch {tmp_path}/failed; echo oh no; exit 1; fi\nexec {sys.executable} "$@"\n')
+    fake.chmod(0o755)
+    grid = dict(PATH=f'{fake.parent}{os.pathsep}{ENV["PATH"]}', OUT=str(tmp_path / 'retried'), DATA=str(corpus), METHODS='baseline', LRS='1e-2', STEPS='3',
+                JOBS='1', TYING='tied')
+    try:
+        done = sweep('demo', **grid, RETRIES='0')
+        assert done.returncode == 1 and 'FAILED with status 1: oh no' in done.stdout and 'tiny-tied-baseline-lr0.01-s1' in done.stderr
+        os.unlink(tmp_path / 'failed')
+        done = sweep('demo', **grid, RETRIES='1')
+        assert done.returncode == 0 and (tmp_path / 'failed').exists(), done.stdout + done.stderr
+    finally:
+        subprocess.run(['rm', '-rf', os.path.join(HERE, 'results', 'retried')])
+
+
+def test_several_seeds_and_a_run_trained_anew(corpus, tmp_path):
+    flags = ('--steps=3', *SMALL, f'--data={corpus}', '--lr=1e-1')
+    for seed in (1, 2):
+        python('train.py', *flags, f'--seed={seed}', f'--out={tmp_path}/sweep/{seed}')
+    assert analyze.main([str(tmp_path / 'sweep'), f'--out={tmp_path}/a']) == 0
+    assert analyze.main([f'--results={tmp_path}/a/results.csv', f'--out={tmp_path}/b']) == 0
+    assert (tmp_path / 'a' / 'tables.md').read_text() == (tmp_path / 'b' / 'tables.md').read_text()
+    subprocess.run(['rm', '-rf', str(tmp_path / 'sweep' / '2' / 'result.json'), str(tmp_path / 'sweep' / '2' / 'config.json')])
+    python('train.py', *flags[:-1], '--lr=1e-3', '--seed=2', f'--out={tmp_path}/sweep/2')
+    assert analyze.main([str(tmp_path / 'sweep'), f'--out={tmp_path}/a']) == 0
+    rows = {r['seed']: r for r in csv.DictReader(open(tmp_path / 'a' / 'results.csv'))}
+    assert float(rows['2']['mu_norm']) == pytest.approx(weights(tmp_path / 'sweep' / '2')['lm_head.weight'].mean(dim=0).norm().item(), rel=1e-5)
+
+
+def test_bench_compares_in_one_run(tmp_path, capsys):
+    assert bench.main(['--methods=baseline,mu_loss', '--seconds=0.2', '--vocab_size=512', f'--json={tmp_path}/b.json', '--peak_tflops=1']) == 0
+    found = json.load(open(tmp_path / 'b.json'))
+    assert [r['method'] for r in found['steps']] == ['baseline', 'mu_loss'] and found['loader_tokens_per_second'] > 0
+    for r in found['steps']:
+        flops = 6 * (2 * (4 * 64 * 64 + 3 * 64 * 256) + 512 * 64) + 6 * 2 * 128 * 64  # products, and causal attention at half
+        assert r['tokens_per_second'] == pytest.approx(1024 / (r['ms'] / 1000)) and r['mfu'] == pytest.approx(r['tokens_per_second'] * flops / 1e12)
+    assert bench.main(['--head', '--tokens=256', '--vocab_size=4096', '--seconds=0.2', f'--json={tmp_path}/h.json']) == 0
+    rows = {r['head']: r for r in json.load(open(tmp_path / 'h.json'))['head']}
+    assert {'plain', 'plain, compiled', 'chunked', 'chunked, compiled'} <= set(rows)
+    assert all(r['loss'] == pytest.approx(rows['plain']['loss'], rel=1e-5) for r in rows.values())
+    assert '| mu_loss' in capsys.readouterr().out
+    expect_one_line(lambda: bench.main(['--sizes=17M']), '17M', capsys)
+
+
 def test_a_csv_with_the_required_columns_alone_is_enough(tmp_path, capsys):
     path = tmp_path / 'r.csv'
     path.write_text('\ufeffmethod,size,weight_tying,lr,test_loss\nbaseline,16M,0,0.1,4.0\nbaseline,16M,0,0.3,5.0\nmu_loss,16M,0,0.1,4.0\nmu_loss,16M,0,0.3,nan\n')
@@ -405,7 +523,7 @@ TRAIN_BAD = [  # flags, what the line must name
     (['--seed=4294967296'], '--seed'), (['--beta2=1'], '--beta2'), (['--batch_size=0'], '--batch_size'), (['--learning_rate=1'], 'unknown argument'),
     (['--stepz=5'], 'did you mean --steps'), (['--warmup=100', '--steps=100'], '--warmup'), (['--min_lr=1', '--lr=0.1'], '--min_lr'),
     (['--batch_size=4', '--micro_batch_size=3'], '--micro_batch_size'), (['--n_embd=30', '--n_head=4'], '--n_embd'), (['--device=tpu'], '--device'),
-    (['--eval_tokens=5'], '--eval_tokens'), (['--rope_fraction=2'], '--rope_fraction'), (['--dtype=float16'], '--dtype'), (['--vocab_size=100'], '257'),
+    (['--eval_tokens=5'], '--eval_tokens'), (['--rope_fraction=2'], '--rope_fraction'), (['--dtype=float16'], '--dtype'), (['--vocab_size=100'], '257'), (['--vocab_size=1e9'], '--vocab_size'),
     (['--data=/nowhere'], '/nowhere'), (['--data={bad}/empty'], 'empty'), (['--data={bad}/short'], 'too short'), (['--data={bad}/cut'], 'cut short'),
     (['--data={bad}/magic'], '20240520'), (['--data={bad}/version'], 'version 2'), (['--data={bad}/longer'], '60000'),
     (['--data={bad}/beyond'], 'token 32767'), (['--data={bad}/few'], 'whole window'), (['--data={bad}/meta_text'], 'meta.json'),
@@ -434,6 +552,12 @@ def expect_one_line(call, named, capsys):
 def test_another_run_in_the_folder_and_a_broken_checkpoint(corpus, whole_run, tmp_path, capsys):
     flags = ['--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', '--log_every=5', '--eval_every=20', '--ckpt_every=7', '--keep_every=30']
     before = {name: os.stat(whole_run / name).st_mtime_ns for name in os.listdir(whole_run)}
+    other_data = tmp_path / 'data'
+    os.makedirs(other_data)
+    for split in ('train', 'val'):
+        data.write_shard(str(other_data / f'x_{split}_000000.bin'), tokens_of(corpus, split)[::-1])
+    common.write_json(str(other_data / 'meta.json'), {'vocab_size': 257})
+    expect_one_line(lambda: train.main([*flags, f'--out={whole_run}', f'--data={other_data}']), 'fingerprint', capsys)
     for change in ('--lr=1e-2', '--method=z_loss', '--seed=2', '--weight_tying', '--steps=61'):
         expect_one_line(lambda: train.main([*flags, f'--out={whole_run}', change]), change[2:].split('=')[0], capsys)
     assert before == {name: os.stat(whole_run / name).st_mtime_ns for name in os.listdir(whole_run)}
@@ -441,7 +565,7 @@ def test_another_run_in_the_folder_and_a_broken_checkpoint(corpus, whole_run, tm
     os.makedirs(other)
     (other / 'config.json').write_bytes((whole_run / 'config.json').read_bytes())
     whole = (whole_run / 'model_30.pt').read_bytes()
-    for content in (b'', b'not a checkpoint', whole[:len(whole) // 2], b'\x80\x04cos\nsystem\n(S"touch /tmp/pwned"\ntR.'):
+    for content in (b'', b'not a checkpoint', whole, whole[:len(whole) // 2], b'\x80\x04cos\nsystem\n(S"touch /tmp/pwned"\ntR.'):
         (other / 'ckpt.pt').write_bytes(content)
         expect_one_line(lambda: train.main([*flags, f'--out={other}']), 'ckpt.pt', capsys)
         assert (other / 'ckpt.pt').read_bytes() == content and sorted(os.listdir(other)) == ['.lock', 'ckpt.pt', 'config.json']

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -26,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
 from common import die, keep_freed_memory, lock_folder, make_folder, number, parse_args, read_json, write_atomic, write_json
-from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats
+from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats, swiglu_width
 
-# Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as a part of its name.
+# Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of its name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'A40': 150, 'A10': 125, 'L40S': 362,
                'L4': 121, 'RTX 4090': 165, 'RTX 3090': 71, 'B200': 2250}
 
@@ -53,7 +54,7 @@ def parser():
     g.add_argument('--n_layer', type=count, help='layers (default: from --size)')
     g.add_argument('--n_embd', type=count, help='width H (default: from --size)')
     g.add_argument('--n_head', type=count, help='attention heads (default: from --size)')
-    g.add_argument('--vocab_size', type=count, help='rows V of the head (default 50304; tiny: what the data needs, rounded up to 64)')
+    g.add_argument('--vocab_size', type=number(1, below=2**16 + 1, integer=True), help='rows V of the head (default 50304; tiny: what the data needs, rounded up to 64)')
     g.add_argument('--block_size', type=count, default=2048, help='sequence length in tokens (default 2048)')
     g.add_argument('--rope_fraction', type=number(0, below=1.001), default=0.5,
                    help='share of each head that RoPE rotates (default 0.5, as the published runs had it)')
@@ -119,16 +120,18 @@ def run_name(s):
     return f'{s["size"]}-{"tied" if s["weight_tying"] else "untied"}-{s["method"]}{lam}-lr{s["lr"]:g}-s{s["seed"]}'
 
 
-def default_data(on_cpu):
-    """The folder of shards when --data is not given: FineWeb; on a CPU, where there is none, the standard library's source."""
+def default_data(on_laptop):
+    """The folder of shards when --data is not given: FineWeb; on a laptop, where there is none, the standard library's source."""
     if os.path.isdir('data/fineweb'):
         return 'data/fineweb'
-    if not on_cpu:
+    if not on_laptop:
         die('--data: data/fineweb is not there; make it with: python prepare_fineweb.py, or name another folder')
     if not os.path.exists('data/stdlib/meta.json') and 'RANK' not in os.environ:
         print('no data/fineweb here: making data/stdlib from the Python standard library instead', flush=True)
         prepare = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'prepare_fineweb.py')
-        subprocess.run([sys.executable, prepare, '--source=stdlib', '--tokenizer=bytes', '--out=data/stdlib'], check=True)
+        done = subprocess.run([sys.executable, prepare, '--source=stdlib', '--tokenizer=bytes', '--out=data/stdlib'])
+        if done.returncode:
+            sys.exit(done.returncode)
     return 'data/stdlib'
 
 
@@ -159,7 +162,6 @@ def fill_in(args, device_type, world_size):
     args.warmup = args.steps // 20 if args.warmup is None else args.warmup
     args.eval_tokens = args.eval_tokens or (2**14 if device_type == 'cpu' else 2**20)
     args.test_tokens = args.test_tokens or (2**17 if device_type == 'cpu' else 10 * 2**20)
-    args.data = args.data or default_data(device_type == 'cpu')
     args.out = args.out or os.path.join('out', 'train', run_name(vars(args)))
 
     if args.n_embd % args.n_head or args.n_embd // args.n_head % 2:
@@ -179,6 +181,7 @@ def fill_in(args, device_type, world_size):
             die(f'--{key}={getattr(args, key)} should be at least --block_size={args.block_size}')
     if 'float64' in (args.dtype, args.logits_dtype) and args.dtype != args.logits_dtype:
         die(f'--dtype={args.dtype} with --logits_dtype={args.logits_dtype}: float64 goes with float64 only')
+    args.data = args.data or default_data(device_type != 'cuda')
 
 
 def load_data(args):
@@ -204,7 +207,7 @@ def fitting_micro_batch(per_process, config, device):
     """
     budget = 16384
     if device.type == 'cuda':
-        H, F = config.n_embd, 256 * math.ceil((8 * config.n_embd // 3) / 256)
+        H, F = config.n_embd, swiglu_width(config.n_embd)
         budget = 0.7 * torch.cuda.mem_get_info(device)[0] / (config.n_layer * (40 * H + 8 * F))
     fitting = [m for m in range(1, per_process + 1) if per_process % m == 0 and m * config.block_size <= budget]
     return max(fitting, default=1)
@@ -212,7 +215,7 @@ def fitting_micro_batch(per_process, config, device):
 
 def peak_flops(device_name):
     """BF16 peak of the device in FLOP/s, None where PEAK_TFLOPS does not know it."""
-    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if re.search(rf'\b{name}\b', device_name)), None)
 
 
 def git_commit():
@@ -229,7 +232,7 @@ def load_checkpoint(path):
         with warnings.catch_warnings():  # torch warns of an odd pickle before it refuses it; one line is enough
             warnings.simplefilter('ignore')
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-        checkpoint['model'], checkpoint['step'], checkpoint['config']
+        checkpoint['model'], checkpoint['optimizer'], checkpoint['step'], checkpoint['counters']
         return checkpoint
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
@@ -291,7 +294,7 @@ def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
     for part in windows:
         batch = torch.from_numpy(data.read_windows(shards, block_size, part.numpy(), model.config.vocab_size)).to(device)
         with torch.no_grad():
-            total += model(batch[:, :-1], batch[:, 1:], with_stats=False)[1][0].double().cpu()
+            total += model(batch[:, :-1], batch[:, 1:], with_stats=False)[1][0].cpu().double()
     if world_size > 1:
         total = total.to(device)
         dist.all_reduce(total)
@@ -326,7 +329,8 @@ def train_step(model, raw_model, optimizer, batch, lr, s, finite, with_stats):
     with torch.no_grad():
         if s['method'] == 'weight_decay':  # E <- (1 - lam) E - lr u, whatever the learning rate (Eq. 2)
             E.mul_(1 - s['lam'] * finite.to(E.dtype))
-        optimizer.step()
+        if E.device.type != 'mps' or finite:  # the kernel for MPS does not look at found_inf
+            optimizer.step()
         if s['method'] == 'mu_centering':  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
             E.sub_(E.mean(dim=0))
     optimizer.zero_grad(set_to_none=True)
@@ -395,20 +399,22 @@ def main(argv=None):
     counters = {'elapsed': 0.0, 'step_seconds': 0.0, 'init_loss': None, 'diverged_step': None,
                 'skipped': 0, 'smooth_loss': None, 'smooth_step': 0, 'lowest_loss': math.inf}
     step = 0
-    if checkpoint:
-        raw_model.load_state_dict(checkpoint['model'])
-        step, counters = checkpoint['step'], checkpoint['counters']
     raw_model.to(device)
     optimizer = torch.optim.AdamW(raw_model.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
                                   weight_decay=0.0, fused=True)
     if checkpoint:
-        optimizer.load_state_dict(checkpoint['optimizer'])
+        try:
+            raw_model.load_state_dict(checkpoint['model'])
+            optimizer.load_state_dict(checkpoint['optimizer'])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            die(f'{ckpt_path}: not a checkpoint of this run ({" ".join(str(error).split())[:150]}); move it away to start from the beginning')
+        step, counters = checkpoint['step'], checkpoint['counters']
         del checkpoint
     if args.compile:
-        raw_model.compile()
+        raw_model.compile_parts()
     model = raw_model
     if world_size > 1:
-        model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True)
+        model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True, broadcast_buffers=False)
     E = raw_model.E
 
     if master:
@@ -417,7 +423,7 @@ def main(argv=None):
               f'{"es" if world_size > 1 else ""} x {accumulation} x {micro}; {n_windows:,} windows in {args.data}'
               + (f'; going on at step {step}' if step else ''), flush=True)
         if args.wandb:
-            wandb.init(project=args.wandb, name=os.path.basename(args.out), id=os.path.basename(args.out), resume='allow', config=settings)
+            wandb.init(project=args.wandb, name=args.out, id=args.out.strip('/').replace('/', '-'), resume='allow', config=settings)
 
     def write_log(entry):
         if master:
@@ -439,8 +445,8 @@ def main(argv=None):
         return [(part[:, :-1], part[:, 1:]) for part in batch.split(micro)]
 
     # SIGTERM and SIGINT save and exit, SIGUSR1 (SLURM's warning) saves and goes on
-    received = []
-    old_handlers = {s: signal.signal(s, lambda number, _: received.append(number)) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    received = set()
+    old_handlers = {s: signal.signal(s, lambda number, _: received.add(int(number))) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 
     clock = time.perf_counter()
     if counters['init_loss'] is None:
@@ -448,7 +454,7 @@ def main(argv=None):
         write_log({'step': 0, 'test_loss': counters['init_loss']})
     skipped = torch.tensor(float(counters['skipped']), device=device)  # steps since a gradient was not finite
     finite = (skipped == 0).float()                                    # 1 until then; the host reads both at log steps only
-    peak = peak_flops(device_name)
+    peak = peak_flops(device_name) if args.dtype == 'bfloat16' else None
     exit_status, broken = 0, False
     batch = load_batch(step) if step < args.steps else None
     counters['elapsed'] += time.perf_counter() - clock
@@ -469,14 +475,16 @@ def main(argv=None):
         eval_now = not last and args.eval_every and step % args.eval_every == 0
         save_now = last or args.ckpt_every and step % args.ckpt_every == 0
         keep_now = args.keep_every and step % args.keep_every == 0
-        signal_number = max(received, default=0) if world_size == 1 else 0
+        stop_signal, save_signal = max(received - {signal.SIGUSR1}, default=0), signal.SIGUSR1 in received
 
+        if world_size > 1 and not log_now:  # the processes must agree, and they speak at log lines only
+            stop_signal = save_signal = 0
         if log_now:
-            if world_size > 1:  # sums are summed; the maximum, and any signal, maximised
-                maxima = torch.stack((stats[-1], stats.new_tensor(float(max(received, default=0)))))
+            if world_size > 1:  # sums are summed; the maximum, and any process's signals, maximised
+                maxima = torch.stack((stats[-1], *stats.new_tensor([stop_signal, save_signal])))
                 dist.all_reduce(stats)
                 dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-                stats[-1], signal_number = maxima[0], int(maxima[1])
+                stats[-1], stop_signal, save_signal = maxima[0], int(maxima[1]), bool(maxima[2])
             tokens_in_step = args.batch_size * args.block_size
             means = dict(zip(STATS, (stats / tokens_in_step).tolist()))
             bad_steps, grad_norm = int(skipped), grad_norm.item()  # the host waits for the device here
@@ -507,6 +515,7 @@ def main(argv=None):
             if ended:
                 break
 
+        paused = time.perf_counter()
         if eval_now:
             loss = evaluate(raw_model, val_shards, args.eval_tokens, micro, rank, world_size)
             write_log({'step': step, 'test_loss': loss})
@@ -514,24 +523,25 @@ def main(argv=None):
                 print(f'step {step}: test loss {loss:.4f} on {args.eval_tokens:,} tokens', flush=True)
         if keep_now:
             save(os.path.join(args.out, f'model_{step}.pt'))
-        if save_now or signal_number:
+        if save_now or save_signal or stop_signal:
+            received.discard(signal.SIGUSR1)
             counters['elapsed'] += time.perf_counter() - clock
             clock = time.perf_counter()
             counters['skipped'] = int(skipped)
             save(ckpt_path, optimizer=optimizer.state_dict(), counters=counters)
-        if eval_now or keep_now or save_now or signal_number:
-            interval, interval_steps = time.perf_counter(), 0
-        if signal_number in (signal.SIGTERM, signal.SIGINT):
-            exit_status = 128 + signal_number
+        interval += time.perf_counter() - paused  # tokens/s counts the steps alone
+        if stop_signal:
+            exit_status = 128 + stop_signal
             break
-        if signal_number:
-            received.clear()
 
+    for number_, handler in old_handlers.items():  # from here on a signal ends us at once: the last step is saved
+        signal.signal(number_, handler)
     if exit_status == 0:
         # the end: test loss, model.pt, result.json, and the checkpoint goes
         test_loss = math.nan if broken else evaluate(raw_model, val_shards, args.test_tokens, micro, rank, world_size)
         counters['elapsed'] += time.perf_counter() - clock
         write_log({'step': step, 'test_loss': test_loss})
+        step -= int(skipped)  # the updates that were made
         save(model_path)
         if master:
             seconds = counters['step_seconds']
@@ -549,11 +559,10 @@ def main(argv=None):
     elif master:
         print(f'stopped by a signal at step {step}; the same command goes on from there', flush=True)
 
-    for number_, handler in old_handlers.items():
-        signal.signal(number_, handler)
     if lock:
         lock.close()
     if world_size > 1:
+        dist.barrier()  # a process that leaves while another still writes would have torchrun end both
         dist.destroy_process_group()
     return exit_status
 
