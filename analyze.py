@@ -55,7 +55,7 @@ def statistics(model, windows):
     columns = []
     for window in windows.split(max(1, 16384 // c.block_size)):
         h_all = model.hidden(window[:, :-1].to(E.device)).flatten(0, 1).float()
-        for h in h_all.chunk(n_chunks(h_all, E)):
+        for h in h_all.chunk(4 * n_chunks(h_all, E)):  # a dozen tensors of n x V here, where the head has two
             l = h @ E.T
             l_mu = h @ mu
             norm_h = h.norm(dim=1).clamp_min(tiny)

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 import data
 import train
 from analyze import markdown
-from common import die, number, parse_args, write_atomic
-from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, compile_head, loss_and_grad_, plain_head
+from common import die, keep_freed_memory, number, parse_args, write_atomic
+from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, compile_head, loss_and_grad, plain_head
 
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
 
@@ -120,7 +120,7 @@ def bench_head(args, device):
     h = torch.randn(args.tokens, args.width, generator=g).to(device).requires_grad_()
     E = (0.1 * torch.randn(args.vocab_size, args.width, generator=g)).to(device).requires_grad_()
     targets = torch.randint(args.vocab_size, (args.tokens,), generator=g).to(device)
-    compiled = compile_head(loss_and_grad_)
+    compiled = compile_head(loss_and_grad)
     plain_compiled = compile_head(plain_head)
     heads = {
         'plain': lambda h, E, t: plain_head(h, E, t, config, False)[0] / len(h),
@@ -268,6 +268,8 @@ def main(argv=None):
     p.add_argument('--compile', action=argparse.BooleanOptionalAction, help='compile the step (default on cuda)')
     p.add_argument('--head_kind', choices=['chunked', 'plain'], default='chunked', help='head of the step (default chunked)')
     p.add_argument('--threads', type=count, help='CPU threads')
+    p.add_argument('--keep_freed_memory', action=argparse.BooleanOptionalAction, default=True,
+                   help='on a CPU as train.py does it (default); without, plain heads lose half their time to page faults')
     p.add_argument('--batch_size', type=count, help='sequences in a step (default 64 on a GPU, 8 on a CPU)')
     p.add_argument('--block_size', type=count, help='sequence length (default 2048 on a GPU, 128 on a CPU)')
     p.add_argument('--micro_batch_size', type=count, help='sequences in a forward pass (default: as train.py chooses)')
@@ -277,6 +279,8 @@ def main(argv=None):
     p.add_argument('--peak_tflops', type=number(above=0), help='peak of the device for MFU (default: the table in train.py)')
     args = parse_args(p, argv)
     device = train.find_device(args, 0)
+    if device.type == 'cpu' and args.keep_freed_memory:
+        keep_freed_memory()
     on_gpu = device.type == 'cuda'
     args.sizes = (args.sizes or ('16M' if on_gpu else 'tiny')).split(',')
     args.methods = list(METHODS) if args.methods == 'all' else args.methods.split(',')

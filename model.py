@@ -124,15 +124,16 @@ def plain_head(h, E, targets, config, with_stats=True):
     return logits_to_loss(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
 
 
-def loss_and_grad_(product, targets, config, with_stats):
+def loss_and_grad(product, targets, config, with_stats):
     """
-    Replaces the products e_i . h (n, V) of a chunk by their gradient, in place; returns the summed loss and STATS. Fused
-    when compiled. The gradient is rounded to logits_dtype as the logits are.
+    The products e_i . h (n, V) of a chunk, which it may overwrite -> their gradient (n, V) in their dtype, the summed
+    loss and STATS. Fused when compiled. The gradient is rounded to logits_dtype as the logits are.
     """
     grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
     grad, (loss, stats) = grad_and_value(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
-    product.copy_(grad)
-    return loss, stats
+    if torch.compiler.is_compiling():  # a fused kernel writes in place for nothing, otherwise it would be one more pass
+        return product.copy_(grad), loss, stats
+    return grad.to(product.dtype), loss, stats
 
 
 def compile_head(function):
@@ -156,14 +157,13 @@ class ChunkedHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad_=loss_and_grad_):
+    def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad=loss_and_grad):
         n = n_chunks(h, E)
         h_op, E_op = product_operand(h, config), product_operand(E, config)
         grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
         loss = stats = None
         for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n)):
-            grad = h_c @ E_op.T  # for the moment; l_i = e_i . h
-            loss_c, stats_c = loss_and_grad_(grad, targets_c, config, with_stats)
+            grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
             grad_h_c.copy_(grad @ E_op)
             if grad.dtype == grad_E.dtype:
                 grad_E.addmm_(grad.T, h_c)
@@ -171,6 +171,7 @@ class ChunkedHead(torch.autograd.Function):
                 grad_E += grad.T @ h_c
             loss = loss_c if loss is None else loss + loss_c
             stats = stats_c if stats is None else merge_stats(stats, stats_c)
+            del grad  # before the next chunk takes as much again
         ctx.save_for_backward(grad_h, grad_E)
         ctx.mark_non_differentiable(stats)
         return loss, stats
@@ -291,7 +292,7 @@ class GPT(nn.Module):
         cos, sin = rope_tables(config)
         self.register_buffer('cos', cos, persistent=False)
         self.register_buffer('sin', sin, persistent=False)
-        self.loss_and_grad_ = loss_and_grad_
+        self.loss_and_grad = loss_and_grad
 
         nn.init.normal_(self.wte.weight, std=config.n_embd ** -0.5)
         for name, module in self.named_modules():
@@ -320,7 +321,7 @@ class GPT(nn.Module):
     def compile_parts(self):
         """Compiles the Transformer and the body of the chunked head apart: compiled together the chunk loop is unrolled."""
         self.hidden = torch.compile(self.hidden, dynamic=False)
-        self.loss_and_grad_ = compile_head(self.loss_and_grad_)
+        self.loss_and_grad = compile_head(self.loss_and_grad)
 
     def hidden(self, tokens):
         """tokens (B, T) int64 -> final hidden states h (B, T, H)."""
@@ -341,7 +342,7 @@ class GPT(nn.Module):
         if not torch.is_grad_enabled():
             loss, stats = None, head_stats(h, self.E, targets, self.config, with_stats)
         elif self.config.head == 'chunked':
-            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, with_stats, self.loss_and_grad_)
+            loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, with_stats, self.loss_and_grad)
         else:
             loss, stats = plain_head(h, self.E, targets, self.config, with_stats)
         penalty = embeddings_to_loss(self.E, self.config)

@@ -139,7 +139,7 @@ def fetch_pretokenized(args, meta, meta_path):
         try:
             tokens = len(read_shard(hf_hub_download(args.name or PRETOKENIZED, file, repo_type='dataset', local_dir=args.out)))
         except Exception as error:
-            if i > 1 and 'EntryNotFound' in type(error).__name__:
+            if i > 1 and type(error).__name__ in ('EntryNotFoundError', 'RemoteEntryNotFoundError'):
                 print(f'{args.name or PRETOKENIZED} has no more shards')
                 break
             raise

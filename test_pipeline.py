@@ -171,6 +171,36 @@ def test_prepare_gpt2_tokens_or_one_line_that_says_what_to_do(tmp_path):
     assert tokens[0] == 50256 and tokenizer.decode(tokens[1:].tolist()) == 'Output embeddings drift. ' * 40
 
 
+def test_prepare_pretokenized_shards_that_others_published(corpus, tmp_path, monkeypatch):
+    """The hub is a folder here: two train shards and no third, a network that fails once."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+    hub, out, broken = tmp_path / 'hub', tmp_path / 'out', {'fineweb_train_000002.bin'}
+    os.makedirs(hub)
+    for name, split in (('fineweb_val_000000', 'val'), ('fineweb_train_000001', 'train'), ('fineweb_train_000002', 'train')):
+        data.write_shard(str(hub / f'{name}.bin'), tokens_of(corpus, split))
+
+    def download(repo, file, repo_type, local_dir):
+        if file in broken:
+            raise OSError('no route to host')
+        if not (hub / file).exists():
+            raise EntryNotFoundError('404')
+        (out / file).write_bytes((hub / file).read_bytes())
+        return str(out / file)
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', download)
+    with pytest.raises(SystemExit) as stopped:
+        prepare_fineweb.main(['--source=pretokenized', f'--out={out}'])
+    assert stopped.value.code == 1
+    del stopped
+    gc.collect()
+    assert not json.load(open(out / 'meta.json'))['complete']
+    broken.clear()
+    prepare_fineweb.main(['--source=pretokenized', f'--out={out}'])
+    meta = json.load(open(out / 'meta.json'))
+    assert meta['complete'] and meta['tokens'] == 180000 and meta['val_tokens'] == 20000 and meta['vocab_size'] == 50257
+    assert np.array_equal(tokens_of(out, 'train'), np.tile(tokens_of(corpus, 'train'), 2))
+
+
 # ------------------------------------------------------------------------------------------------------------------ train
 
 

@@ -144,7 +144,6 @@ def find_device(args, local_rank):
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device != 'cuda':
-        keep_freed_memory()
         return torch.device(args.device)
     if local_rank >= torch.cuda.device_count():
         die(f'{local_rank + 1} processes on this machine, but it has {torch.cuda.device_count()} GPUs; lower --nproc_per_node')
@@ -181,6 +180,8 @@ def fill_in(args, device_type, world_size):
             die(f'--{key}={getattr(args, key)} should be at least --block_size={args.block_size}')
     if 'float64' in (args.dtype, args.logits_dtype) and args.dtype != args.logits_dtype:
         die(f'--dtype={args.dtype} with --logits_dtype={args.logits_dtype}: float64 goes with float64 only')
+    if args.compile and device_type == 'cpu' and args.logits_dtype == 'bfloat16' and torch.__version__ < '2.13':
+        die(f'--compile on a CPU drops the rounding to --logits_dtype={args.logits_dtype} in torch {torch.__version__}; 2.13 keeps it')
     args.data = args.data or default_data(device_type != 'cuda')
 
 
@@ -342,6 +343,8 @@ def main(argv=None):
     rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
     master = rank == 0
     device = find_device(args, local_rank)
+    if device.type == 'cpu':
+        keep_freed_memory()
     on_gpu = device.type == 'cuda'
     fill_in(args, device.type, world_size)
     train_shards, val_shards = load_data(args)
