@@ -339,6 +339,15 @@ def test_compile_gives_the_same_losses(corpus, tmp_path):
         assert a == {k: pytest.approx(v, rel=1e-3, abs=1e-3) for k, v in b.items()}
 
 
+def test_the_log_is_cut_back_to_the_checkpoint(tmp_path):
+    """Lines after it go, half a line goes, and so does the final test loss, which is measured again."""
+    lines = ['{"step": 0, "test_loss": 6}', '{"step": 5, "loss": 5}', '{"step": 5, "test_loss": 5}', '{"step": 10, "loss": 4}', '{"step": 10, "test_loss": 4}']
+    for step, steps, kept in ((-1, 10, 0), (5, 10, 3), (7, 10, 3), (10, 20, 5), (10, 10, 4)):
+        (tmp_path / 'log.jsonl').write_text('\n'.join(lines) + '\n{"step": 1')
+        train.cut_log(str(tmp_path / 'log.jsonl'), step, steps)
+        assert (tmp_path / 'log.jsonl').read_text().splitlines() == lines[:kept]
+
+
 @pytest.mark.parametrize('head', ['plain', 'chunked'])
 def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(corpus, tmp_path, head):
     python('train.py', '--lr=1e30', '--steps=40', '--warmup=0', '--log_every=10', f'--head={head}', *SMALL, f'--data={corpus}', f'--out={tmp_path}/sweep/run')
