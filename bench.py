@@ -163,24 +163,30 @@ def bench_head(args, device):
 # the training step
 
 
-def training_step(size, method, args, device):
-    """A function without arguments that trains one step of train.py, on the same batch each time, and its model."""
+def step_config(size, method, args):
+    return GPTConfig(**SIZES[size], vocab_size=args.vocab_size, block_size=args.block_size, head_mode=method, dtype=args.dtype,
+                     logits_dtype=args.logits_dtype, head=args.head_kind)
+
+
+def training_step(size, method, micro, args, device):
+    """
+    A function that trains one step of train.py, on the same batch each time, in micro-batches of `micro` sequences, and
+    its model.
+    """
     s = {'method': method, 'lam': 1e-4, 'grad_clip': 1.0}
-    config = GPTConfig(**SIZES[size], vocab_size=args.vocab_size, block_size=args.block_size, head_mode=method, dtype=args.dtype,
-                       logits_dtype=args.logits_dtype, head=args.head_kind)
+    config = step_config(size, method, args)
     torch.manual_seed(0)
     model = GPT(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if args.compile:
         model.compile_parts()
-    micro = args.micro_batch_size or train.fitting_micro_batch(args.batch_size, config, device)
     tokens = torch.randint(args.vocab_size, (args.batch_size, args.block_size + 1), generator=torch.Generator().manual_seed(0)).to(device)
     batch = [(part[:, :-1], part[:, 1:]) for part in tokens.split(micro)]
     finite = torch.ones((), device=device)
 
     def step(with_stats=False):
         train.train_step(model, model, optimizer, batch, 1e-3, s, finite, with_stats)
-    return step, model, micro
+    return step, model
 
 
 def bench_steps(args, device):
@@ -190,9 +196,11 @@ def bench_steps(args, device):
     peak = 1e12 * args.peak_tflops if args.peak_tflops else train.peak_flops(torch.cuda.get_device_name() if device.type == 'cuda' else '')
     for size in args.sizes:
         steps, memory = [], []
+        # chosen once, before the first model takes its memory, so that all methods have the same
+        micro = args.micro_batch_size or train.fitting_micro_batch(args.batch_size, step_config(size, args.methods[0], args), device)
         for method in args.methods:
             held = peak_memory(device, reset=True)
-            step, model, micro = training_step(size, method, args, device)
+            step, model = training_step(size, method, micro, args, device)
             step(with_stats=True)
             step()
             synchronize(device)
@@ -238,7 +246,7 @@ def bench_loader(args):
 def profile_step(args, device):
     """Prints the ten most expensive kernels of a step and writes a trace for chrome://tracing or Perfetto."""
     from torch.profiler import ProfilerActivity, profile
-    step, _, _ = training_step(args.sizes[0], args.methods[0], args, device)
+    step, _ = training_step(args.sizes[0], args.methods[0], args.micro_batch_size or args.batch_size, args, device)
     for _ in range(3):
         step()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == 'cuda' else [])
@@ -306,7 +314,10 @@ def main(argv=None):
     if args.head:
         found['head'] = bench_head(args, device)
     else:
-        found['steps'] = bench_steps(args, device)
+        try:
+            found['steps'] = bench_steps(args, device)
+        except torch.OutOfMemoryError:
+            die('out of memory: the models of all methods are held at once; name fewer --methods or a smaller --micro_batch_size', 1)
         found.update(bench_loader(args))
     if args.json:
         write_atomic(args.json, lambda file: file.write(json.dumps(found, indent=2) + '\n'), mode='w')
