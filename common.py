@@ -87,7 +87,7 @@ def read_json(path):
 
 
 def make_folder(path):
-    """os.makedirs that exits with one line where the folder cannot be made."""
+    """os.makedirs that exits with 2 where the folder cannot be made."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
@@ -111,11 +111,10 @@ def lock_folder(path):
 
 def keep_freed_memory():
     """
-    Has glibc keep freed memory for the next tensor of that size: given back, it returns as fresh pages that the kernel
-    must zero first, half the time of a small step on a CPU. For loops whose tensors all go before the next round alone:
-    what stays between them keeps the rest from being reused. Does nothing where there is no glibc.
+    Has glibc keep freed memory for the next tensor of that size: given back, it returns as fresh pages that the kernel must
+    zero first, half the time of a small CPU step. What stays between the tensors of a loop keeps them from being reused.
     """
     if sys.platform == 'linux':
-        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)
+        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # musl has none
         mallopt(-3, 2**30)      # M_MMAP_THRESHOLD
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
