@@ -64,6 +64,13 @@ command_of() {
   return 0
 }
 
+# How many runs of the plan are done.
+count_finished() {
+  local name n=0
+  for name in $NAMES; do [ -f "$OUT/$name/result.json" ] && n=$((n + 1)); done
+  echo "$n"
+}
+
 # One run, its output in $OUT/logs; 255 makes xargs stop where the run was interrupted.
 run_one() {
   local log=$OUT/logs/$1.log status try first=$SECONDS
@@ -77,8 +84,10 @@ run_one() {
     status=$?
     case $status in 0 | 2 | 3 | 130 | 143) break ;; esac
   done
-  local finished=$(cd "$OUT" && find . -mindepth 2 -maxdepth 2 -name result.json | wc -l) line
-  line="[$((finished))/$TOTAL, $(($(date +%s) - BEGIN)) s]"
+  local finished=$(count_finished) seconds=$(($(date +%s) - BEGIN)) line
+  line="[$finished/$TOTAL, $seconds s"
+  [ "$finished" -gt "$ALREADY" ] && line+=", about $((seconds * (TOTAL - finished) / (finished - ALREADY))) s left"
+  line+="]"
   case $status in
     0) echo "$line $1: $(tail -n 1 "$log" | cut -d, -f1) ($((SECONDS - first)) s)" ;;
     3) echo "$line $1: another process is at it" ;;
@@ -87,7 +96,7 @@ run_one() {
        printf '%s\n' "$1" >>"$OUT/logs/failed"; return 1 ;;
   esac
 }
-export -f command_of run_one
+export -f command_of count_finished run_one
 
 if [ "$DRY_RUN" != 0 ]; then
   plan | xargs -0 -n 7 bash -c 'command_of "$@"; printf "%q " "${COMMAND[@]}"; echo' sweep
@@ -97,9 +106,10 @@ fi
 if [ "$GRID" = demo ] && [ "$DATA" = data/stdlib ]; then
   python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out="$DATA" || exit
 fi
-export TOTAL=$(($(plan | tr -dc '\0' | wc -c) / 7)) BEGIN=$(date +%s)
+export NAMES=$(plan | tr '\0' '\n' | awk 'NR % 7 == 1')
+export TOTAL=$(($(wc -w <<<"$NAMES"))) BEGIN=$(date +%s) ALREADY=$(count_finished)
 mkdir -p "$OUT/logs" && rm -f "$OUT/logs/failed" "$OUT/logs/interrupted" || exit 1
-echo "$TOTAL runs in $OUT, $JOBS at a time; the output of each is in $OUT/logs"
+echo "$TOTAL runs in $OUT, $ALREADY of them done, $JOBS at a time; the output of each is in $OUT/logs"
 if [ "$GPUS" -gt 0 ]; then slot=--process-slot-var=SLOT; else slot=; fi
 plan | xargs -0 -n 7 -P "$JOBS" $slot bash -c 'run_one "$@"' sweep
 [ -f "$OUT/logs/interrupted" ] && { echo "stopped; bash sweep.sh $GRID goes on" >&2; exit 130; }
