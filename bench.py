@@ -164,6 +164,7 @@ def bench_head(args, device):
 
 
 def step_config(size, method, args):
+    """The GPTConfig of a benched model."""
     return GPTConfig(**SIZES[size], vocab_size=args.vocab_size, block_size=args.block_size, head_mode=method, dtype=args.dtype,
                      logits_dtype=args.logits_dtype, head=args.head_kind)
 

@@ -104,6 +104,11 @@ def stats_dtype(logits):
     return torch.float32 if logits.device.type == 'mps' else torch.float64
 
 
+def no_stats(x):
+    """STATS (7,) of no positions, on x's device: what sums start from."""
+    return torch.zeros(len(STATS), dtype=stats_dtype(x), device=x.device)
+
+
 def merge_stats(a, b):
     """STATS of two sets of positions together: sums are summed, the maximum is maximised."""
     return torch.cat((a[:-1] + b[:-1], torch.maximum(a[-1:], b[-1:])))
@@ -161,7 +166,7 @@ class ChunkedHead(torch.autograd.Function):
         n = n_chunks(h, E)
         h_op, E_op = product_operand(h, config), product_operand(E, config)
         grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
-        loss = stats = None
+        loss, stats = 0, no_stats(h)
         for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n)):
             grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
             grad_h_c.copy_(grad @ E_op)
@@ -169,8 +174,7 @@ class ChunkedHead(torch.autograd.Function):
                 grad_E.addmm_(grad.T, h_c)
             else:
                 grad_E += grad.T @ h_c
-            loss = loss_c if loss is None else loss + loss_c
-            stats = stats_c if stats is None else merge_stats(stats, stats_c)
+            loss, stats = loss + loss_c, merge_stats(stats, stats_c)
             del grad  # before the next chunk takes as much again
         ctx.save_for_backward(grad_h, grad_E)
         ctx.mark_non_differentiable(stats)
@@ -187,11 +191,10 @@ def head_stats(h, E, targets, config, with_stats=True):
     """STATS of h (N, H) without gradients, chunk by chunk: evaluation."""
     n = n_chunks(h, E)
     h_op, E_op = product_operand(h, config), product_operand(E, config)
-    stats = None
+    stats = no_stats(h)
     for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n)):
         logits = (h_c @ E_op.T).to(getattr(torch, config.logits_dtype))
-        stats_c = logits_to_loss(logits, targets_c, config, with_stats)[1]
-        stats = stats_c if stats is None else merge_stats(stats, stats_c)
+        stats = merge_stats(stats, logits_to_loss(logits, targets_c, config, with_stats)[1])
     return stats
 
 

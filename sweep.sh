@@ -15,7 +15,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 export LC_ALL=C
 
 export GRID=${1:-paper}
-export GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+export DEVICES=${CUDA_VISIBLE_DEVICES-$([ "$gpus" -gt 0 ] && seq -s, 0 $((gpus - 1)))}
+export GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
 case $GRID in
   paper)
     : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}" "${SIZES:=16M 29M 57M 109M 221M}"
@@ -78,7 +80,7 @@ run_one() {
   command_of "$@"
   # several jobs on several GPUs: each gets its own
   [ "$GPUS" -ge $((NPROC * JOBS)) ] && [ "$JOBS" -gt 1 ] &&
-    export CUDA_VISIBLE_DEVICES=$(seq -s, $((SLOT * NPROC)) $((SLOT * NPROC + NPROC - 1)))
+    export CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT * NPROC + 1))-$((SLOT * NPROC + NPROC)) <<<"$DEVICES")
   for ((try = 0; try <= RETRIES; try++)); do
     "${COMMAND[@]}" >>"$log" 2>&1 </dev/null
     status=$?

@@ -490,6 +490,22 @@ def test_sweep_tries_a_failed_run_again(corpus, tmp_path):
         subprocess.run(['rm', '-rf', os.path.join(HERE, 'results', 'retried')])
 
 
+def test_sweep_gives_each_of_several_jobs_its_own_gpus(tmp_path):
+    """With machines that are not there: nvidia-smi names four GPUs, python writes down which it was given, then fails."""
+    for name, text in {'nvidia-smi': 'for i in 0 1 2 3; do echo "GPU $i: H200"; done', 'python': f'echo "$CUDA_VISIBLE_DEVICES" >> {tmp_path}/given; sleep 1; exit 1'}.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\n{text}\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / 'torchrun').symlink_to(tmp_path / 'python')
+    env = {k: v for k, v in ENV.items() if k != 'CUDA_VISIBLE_DEVICES'}
+    env.update(PATH=f'{tmp_path}{os.pathsep}{ENV["PATH"]}', OUT=str(tmp_path / 'out'), SIZES='16M', METHODS='baseline', TYING='untied', RETRIES='0')
+    for more, given in ((dict(NPROC='2', JOBS='2', LRS='1 2'), {'0,1', '2,3'}), (dict(NPROC='1', JOBS='2', LRS='1 2', CUDA_VISIBLE_DEVICES='5,7'), {'5', '7'}),
+                        (dict(LRS='1'), {''})):  # one run on all four: torchrun sees to it
+        subprocess.run(['bash', os.path.join(HERE, 'sweep.sh')], env={**env, **more}, capture_output=True, timeout=60)
+        lines = (tmp_path / 'given').read_text().splitlines()
+        assert set(lines[:len(more['LRS'].split())]) == given, lines
+        (tmp_path / 'given').unlink()
+
+
 def test_several_seeds_and_a_run_trained_anew(corpus, tmp_path):
     flags = ('--steps=3', *SMALL, f'--data={corpus}', '--lr=1e-1')
     for seed in (1, 2):

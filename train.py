@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
 from common import die, keep_freed_memory, lock_folder, make_folder, number, parse_args, read_json, write_atomic, write_json
-from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats, swiglu_width
+from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats, no_stats, swiglu_width
 
 # Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of its name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'A40': 150, 'A10': 125, 'L40S': 362,
@@ -220,6 +220,7 @@ def peak_flops(device_name):
 
 
 def git_commit():
+    """The commit of this folder, None where it is no git checkout."""
     try:
         return subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True,
                               text=True, check=True).stdout.strip()
@@ -309,18 +310,18 @@ def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
 def train_step(model, raw_model, optimizer, batch, lr, s, finite, with_stats):
     """
     One optimizer step at learning rate lr on a list of micro-batches (tokens, targets), with the settings s. `model` is
-    the DDP wrapper or raw_model itself. `finite` () is 1, and set to 0 once a gradient is not finite: from then on the
-    weights stay as they are. Returns STATS (7,), of the logits too with with_stats, and the gradient norm ().
+    the DDP wrapper or raw_model itself. `finite` () is 1, and set to 0 once a gradient is not finite: from then on there
+    are no updates, and centering a centered E again changes no more than rounding. Returns STATS (7,), of the logits too with with_stats, and the gradient norm ().
     """
     for group in optimizer.param_groups:
         group['lr'] = lr
-    stats = None
+    stats = no_stats(raw_model.E)
     for i, (tokens, targets) in enumerate(batch):
         # DDP reduces the gradients in the last micro-batch only
         with nullcontext() if model is raw_model or i == len(batch) - 1 else model.no_sync():
             loss, micro_stats = model(tokens, targets, with_stats)
             (loss / len(batch)).backward()
-        stats = micro_stats if stats is None else merge_stats(stats, micro_stats)
+        stats = merge_stats(stats, micro_stats)
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), s['grad_clip'] or math.inf)
 
     # the fused optimizer skips its update where found_inf is 1: no step waits for the host to look
