@@ -1,24 +1,31 @@
 """
-From run folders, or from a csv of runs, to statistics, tables and figures.
+From run folders, or from a csv of runs, to statistics, tables, figures and a report that opens in a browser.
 
     python analyze.py out/demo                            # reads checkpoints, writes results/demo/
     python analyze.py --results=results.csv --out=DIR     # tables and figures of any such csv, no checkpoints needed
+    python analyze.py --theory                            # the paper's figures that need no runs, into results/theory/
 
-Tables and figures are made from the csv rows alone, so both ways give the same.
+Tables and figures are made from the csv rows alone, so the first two give the same.
 """
 import argparse
+import base64
 import csv
+import functools
 import io
 import json
 import math
 import os
+import re
 import sys
+from urllib.parse import quote
 
+import jinja2
 import torch
 
 import data
 import plots
-from common import die, make_folder, parse_args, read_json, write_atomic, write_json
+import tables
+from common import die, lock_folder, make_folder, parse_args, read_json, write_atomic, write_json
 from model import GPT, METHODS, SIZES, USES_LAM, GPTConfig, gpt_config, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
@@ -27,9 +34,11 @@ COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype
            'logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log lr_sum train_seconds '
            'tokens_per_second device').split()
 REQUIRED = ('method', 'size', 'weight_tying', 'lr', 'test_loss')
-TEXT = ('method', 'size', 'logits_dtype', 'device')
+TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity')
 KEY = ('method', 'size', 'weight_tying', 'lam', 'lr', 'seed')
-DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1')
+LRS_COLUMNS = 'size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high'.split()
+DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0')
+CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 PUBLISHED_INIT_LOSS = {'16M': 10.83, '29M': 10.83, '57M': 10.83, '109M': 10.83, '221M': 10.85}  # where a csv has none
 
 
@@ -72,12 +81,13 @@ def statistics(model, windows):
 
 
 def summary(values):
-    """DISTRIBUTION of a tensor of values as a dict: mean, extrema, quartiles, share below 1."""
+    """DISTRIBUTION of a tensor of values as a dict: mean, extrema, quartiles, the share below 1 and above 0."""
     v = values.double()
     if not bool(torch.isfinite(v).all()):
         return dict.fromkeys(DISTRIBUTION, math.nan)
     q = v.sort().values[((len(v) - 1) * torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])).round().long()]
-    return {'mean': v.mean().item(), **dict(zip(('min', 'q25', 'median', 'q75', 'max'), q.tolist())), 'below_1': (v < 1).double().mean().item()}
+    return {'mean': v.mean().item(), **dict(zip(('min', 'q25', 'median', 'q75', 'max'), q.tolist())),
+            'below_1': (v < 1).double().mean().item(), 'above_0': (v > 0).double().mean().item()}
 
 
 def analyze_run(folder):
@@ -90,7 +100,8 @@ def analyze_run(folder):
     if missing:
         die(f'{folder}/result.json: no {", ".join(missing)}')
     kept, path = os.path.join(folder, 'analysis.json'), os.path.join(folder, 'model.pt')
-    if not os.path.exists(kept) or os.path.exists(path) and os.path.getmtime(kept) < os.path.getmtime(path):
+    found = read_json(kept) if os.path.exists(kept) and not (os.path.exists(path) and os.path.getmtime(kept) < os.path.getmtime(path)) else {}
+    if set(found.get('r_emb', ())) != set(DISTRIBUTION):
         try:
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
             s = checkpoint['config']
@@ -105,11 +116,10 @@ def analyze_run(folder):
         windows = torch.from_numpy(data.read_windows(shards, s['block_size'], torch.arange(n).numpy(), s['vocab_size']))
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
         values = statistics(model.to(device), windows)
-        write_json(kept, {**{name: summary(v) for name, v in values.items()},
-                          'logit_mean_spread': values['logit_mean'].double().std(correction=0).item(),
-                          'logit_max': values['logit_absmax'].max().item(),
-                          'mu_norm': model.E.detach().mean(dim=0).norm().item()})
-    found = read_json(kept)
+        found = {**{name: summary(v) for name, v in values.items()},
+                 'logit_mean_spread': values['logit_mean'].double().std(correction=0).item(),
+                 'logit_max': values['logit_absmax'].max().item(), 'mu_norm': model.E.detach().mean(dim=0).norm().item()}
+        write_json(kept, found)
     distributions = {name: value for name, value in found.items() if isinstance(value, dict)}
     row.update({name: found[name] for name in ('logit_mean_spread', 'logit_max', 'mu_norm')})
     row.update({name: distributions[name]['mean'] for name in distributions if name in COLUMNS})
@@ -127,6 +137,20 @@ def read_log(path):
                 except ValueError:
                     pass
     return entries
+
+
+def training_curve(entries):
+    """
+    The log lines of a run's training, at most CURVE_POINTS of them, their lr as lr_step (lr is the run's), and with lr_sum,
+    the sum of the learning rates so far, taken as linear between log lines.
+    """
+    lines, lr_sum, step, lr = [e for e in entries if 'loss' in e], 0.0, 0, None
+    for e in lines:
+        e['lr_step'] = e.pop('lr')
+        lr_sum += (e['step'] - step) * (e['lr_step'] if lr is None else (e['lr_step'] + lr) / 2)
+        e['lr_sum'], step, lr = lr_sum, e['step'], e['lr_step']
+    every = -(-len(lines) // CURVE_POINTS) or 1
+    return lines[::-1][::every][::-1]  # the last is always there
 
 
 def find_runs(folders):
@@ -154,145 +178,195 @@ def write_csv(path, columns, rows):
     write_atomic(path, lambda file: file.write(text.getvalue()), mode='w')
 
 
-def read_results(path):
+def read_csv(path, columns=None, required=()):
     """
-    The runs in a csv as dicts with all COLUMNS, None where the csv has nothing. Exits with 2 where a required column is
-    missing, a number is none, or two rows are the same run.
+    The rows of a csv as dicts with `columns` (all that it has if None): text in the columns TEXT and numbers elsewhere,
+    None where there is nothing. Exits with 2 where a required column or value is missing, or a number is none.
     """
     try:
         with open(path, encoding='utf-8-sig', newline='') as file:
             reader = csv.DictReader(file)
-            lines, columns = list(reader), reader.fieldnames or []
+            lines, found = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        die(f'--results={path}: not readable as csv ({error})')
-    missing = [c for c in REQUIRED if c not in columns]
+        die(f'{path}: not readable as csv ({error})')
+    missing = [c for c in required if c not in found]
     if missing:
-        die(f'--results={path}: no column {", ".join(missing)}; the first line should name the columns, separated by commas')
+        die(f'{path}: no column {", ".join(missing)}; the first line should name the columns, separated by commas')
+    if not lines:
+        die(f'{path}: it has no runs, only a first line')
+    columns = found if columns is None else columns
     rows = []
     for n, line in enumerate(lines, 2):
-        row = dict.fromkeys(COLUMNS)
-        for column in COLUMNS:
-            text = (line.get(column) or '').strip()
-            if not text:
-                if column in REQUIRED:
-                    die(f'--results={path} line {n}: {column} is empty')
+        row = dict.fromkeys(columns)
+        for column in columns:
+            value = (line.get(column) or '').strip()
+            if not value:
+                if column in required:
+                    die(f'{path} line {n}: {column} is empty')
                 continue
             if column in ('weight_tying', 'diverged'):
-                text = {'true': '1', 'false': '0'}.get(text.lower(), text)
+                value = {'true': '1', 'false': '0'}.get(value.lower(), value)
             try:
-                row[column] = text if column in TEXT else float(text)
+                row[column] = value if column in TEXT else float(value)
             except ValueError:
-                die(f'--results={path} line {n}: {column} should be a number, is {text!r}')
+                die(f'{path} line {n}: {column} should be a number, is {value!r}')
             if column in ('weight_tying', 'diverged') and row[column] not in (0, 1):
-                die(f'--results={path} line {n}: {column} should be 0 or 1, is {text!r}')
-        if not 0 < row['lr'] < math.inf:
-            die(f'--results={path} line {n}: lr should be above 0, is {row["lr"]:g}')
+                die(f'{path} line {n}: {column} should be 0 or 1, is {value!r}')
+        if 'lr' in required and not 0 < row['lr'] < math.inf:
+            die(f'{path} line {n}: lr should be above 0, is {row["lr"]:g}')
         rows.append(row)
-    if not rows:
-        die(f'--results={path}: it has no runs')
     return rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# results -> LRS and tables
+# csv rows -> tables, figures, report
+
+
+@functools.cache
+def n_params(size):
+    """N of one of the paper's sizes."""
+    with torch.device('meta'):
+        return GPT(GPTConfig(**SIZES[size])).n_params()
+
+
+def paper_order(row):
+    """Sorts rows as the paper does: by tying, size, method, λ, learning rate, seed."""
+    order = {name: i for i, name in enumerate((*SIZES, *METHODS))}
+    return (row['weight_tying'], order.get(row['size'], 99), row['size'], order.get(row['method'], 99), row['method'], row['lam'] or 0, row['lr'],
+            row['seed'] or 0)
 
 
 def complete(rows):
-    """Fills in what follows from the size, orders the rows as the paper does, and refuses two rows of the same run."""
+    """Fills in what follows from the size and the schedule, orders the rows as the paper does, and refuses two rows of the same run."""
     for r in rows:
         if r['method'] in METHODS:  # an empty λ is the paper's, and a method without one has none
             r['lam'] = (1e-4 if r['lam'] is None else r['lam']) if r['method'] in USES_LAM else None
         r['init_loss'] = PUBLISHED_INIT_LOSS.get(r['size']) if r['init_loss'] is None else r['init_loss']
         if r['n_params'] is None and r['size'] in PUBLISHED_INIT_LOSS:
-            with torch.device('meta'):
-                r['n_params'] = GPT(GPTConfig(**SIZES[r['size']])).n_params()
-    order = {name: i for i, name in enumerate((*SIZES, *METHODS))}
-    rows.sort(key=lambda r: (r['weight_tying'], order.get(r['size'], 99), r['size'], order.get(r['method'], 99), r['method'],
-                             r['lam'] or 0, r['lr'], r['seed'] or 0))
+            r['n_params'] = n_params(r['size'])
+        if r['lr_sum'] is None and r['steps']:  # that of the default schedule: a warm-up over 5% of the steps, then a cosine to 1e-5
+            r['lr_sum'] = r['steps'] * (0.05 * r['lr'] + 0.95 * (r['lr'] + 1e-5)) / 2
+    rows.sort(key=paper_order)
     for a, b in zip(rows, rows[1:]):
         if all(a[k] == b[k] for k in KEY):
             die('the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY) + '; several seeds need a seed column')
     return rows
 
 
-def lrs(losses, init_losses):
-    """
-    Learning rate sensitivity (Eq. 21) of one model trained at n learning rates: test losses (n,) and losses at
-    initialisation (n,) -> (the paper's mean, the published tables' sum / (n - 1)). A loss that is not finite counts as
-    its L0. Raises ValueError where that L0 is not known.
-    """
-    if any(L0 is None and not math.isfinite(L) for L, L0 in zip(losses, init_losses)):
-        raise ValueError('a loss is not finite and the loss at initialisation is not known')
-    capped = [min(L if math.isfinite(L) else math.inf, math.inf if L0 is None else L0) for L, L0 in zip(losses, init_losses)]
-    total = sum(L - min(capped) for L in capped)
-    return total / len(capped), total / (len(capped) - 1) if len(capped) > 1 else math.nan
+def from_folders(done):
+    """Finished run folders -> rows of results.csv, distributions.csv and curves.csv, and the runs' settings: name -> list of its values."""
+    rows, distributions, curves, settings = [], [], [], {}
+    for i, folder in enumerate(done, 1):
+        print(f'[{i}/{len(done)}] {folder}', flush=True)
+        row, of_run = analyze_run(folder)
+        identity = {k: row[k] for k in (*KEY, 'diverged')}
+        rows.append({**row, 'folder': folder})
+        distributions += [{**identity, 'quantity': name, **of_run[name]} for name in of_run]
+        curves += [{**identity, **entry} for entry in training_curve(read_log(os.path.join(folder, 'log.jsonl')))]
+        for key, value in read_json(os.path.join(folder, 'config.json')).items():
+            value = ', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value
+            if key != 'out' and value not in settings.setdefault(key, []):
+                settings[key].append(value)
+    return complete(rows), sorted(distributions, key=paper_order), sorted(curves, key=paper_order), settings
 
 
-def lrs_table(rows):
-    """Rows of lrs.csv (and n_params): one a (size, tying, method, λ), the mean over its seeds."""
-    groups = {}
-    for r in rows:
-        groups.setdefault((r['size'], r['weight_tying'], r['method'], r['lam']), {}).setdefault(r['seed'], []).append(r)
-    table = []
-    for (size, tying, method, lam), seeds in groups.items():
-        runs = [r for seed in seeds.values() for r in seed]
-        try:
-            values = [lrs([r['test_loss'] for r in seed], [r['init_loss'] for r in seed]) for seed in seeds.values()]
-        except ValueError:
-            print(f'no LRS for {method} {size}: a loss is not finite and the csv has no init_loss')
-            continue
-        marks = {r['diverged'] for r in runs}
-        table.append({'size': size, 'weight_tying': int(tying), 'method': method, 'lam': lam,
-                      'lrs': sum(v[0] for v in values) / len(values), 'lrs_n1': sum(v[1] for v in values) / len(values),
-                      'n_lrs': len({r['lr'] for r in runs}), 'diverged': 1 if 1 in marks else None if None in marks else 0,
-                      'n_params': runs[0]['n_params']})
-    return table
+def from_csv(path):
+    """A csv of runs -> the same; beside a results.csv of analyze.py's its distributions.csv, curves.csv and settings.json are read too."""
+    def beside(name):
+        other = os.path.join(os.path.dirname(path), name)
+        return other if os.path.basename(path) == 'results.csv' and os.path.exists(other) else None
+    rows = complete(read_csv(path, COLUMNS, REQUIRED))
+    distributions, curves = (read_csv(beside(name), None, ('method', 'size', 'weight_tying', 'lr')) if beside(name) else []
+                             for name in ('distributions.csv', 'curves.csv'))
+    return rows, distributions, curves, read_json(beside('settings.json')) if beside('settings.json') else {}
 
 
-def markdown(header, rows):
-    """A Markdown table, padded so that it reads on a terminal too."""
-    cells = [[str(c) for c in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ['| ' + ' | '.join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) + ' |' for row in cells]
-    return '\n'.join([lines[0], '|' + '|'.join('-' * (w + 2) for w in widths) + '|', *lines[1:]])
+def draw(rows, lrs_rows, distributions, curves, method, folder):
+    """Draws into `folder` every figure that the data have -> (the figures as dicts for the report, a line for each that is missing)."""
+    drawn, missing = [], []
+
+    def figure(file, title, where, says, function, data, *more, lacks):
+        if not data:
+            missing.append(f'no figure "{title}": {lacks}')
+            return
+        file = re.sub(r'[^\w.-]', '_', file)
+        print(f'drawing {file}', flush=True)
+        function(data, *more, os.path.join(folder, file))
+        drawn.append({'title': title, 'where': where, 'says': says, 'file': file})
+
+    def having(part, *columns):
+        return part if any(plots.drawable(r[c]) for r in part for c in columns) else []
+
+    for tying, word, part in tables.tyings(rows):
+        def paper(untied, tied=''):
+            return tied if tying else untied
+        finite = [r for r in part if plots.drawable(tables.capped_loss(r))]
+        tuned = {m for m in {r['method'] for r in part} if len({r['lam'] for r in part if r['method'] == m}) > 1}
+        of_method, title = [r for r in part if r['method'] == method], tables.name(method)
+        of_tying = [r for r in curves if r['weight_tying'] == tying]
+        figure(f'loss_{word}', f'Loss against learning rate, {word}', paper('Figure 2', 'Appendix D, Figure 9'),
+               'The test loss after training at each learning rate: flat is stable, a line that rises to the right is not. Left all sizes, then the two largest '
+               'learning rates of one size a panel. Filled: the run diverged.', plots.loss_against_lr,
+               finite, lacks='no loss is finite, and no loss at initialisation is known')
+        sized = [r for r in lrs_rows if r['weight_tying'] == tying and r['n_params'] and r['lrs'] > 0]
+        figure(f'lrs_{word}', f'LRS against model size, {word}', paper('Figure 3', 'Appendix D, Figure 10'),
+               'How far the loss rises above its best over the learning rates, against the number of parameters. Lower is more stable.',
+               plots.lrs_against_n, sized if len({r['n_params'] for r in sized}) > 1 else [], lacks='it takes two sizes with n_params and an LRS above 0')
+        figure(f'statistics_{word}', f'Mean embedding and logits, {word}', paper('Figure 4'),
+               'The norm of the mean output embedding, and mean, standard deviation and largest magnitude of the logits: where the mean embedding moves '
+               'away from the origin the mean logit follows.', plots.panels_against_lr, having(part, 'mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'),
+               (('mu_norm', 'symlog'), ('logit_mean', 'symlog'), ('logit_std', 'log'), ('logit_absmax', 'log')), lacks='the data have none of them')
+        figure(f'fact3_{word}', f'Fact 3 for {title}, {word}', paper('Figure 5'),
+               'What centering would do to these models: the ratios of embedding norms, of the largest cosines and of the largest logits after and before it '
+               '(below 1: it makes them smaller), and how far the final hidden state points along the mean embedding.', plots.panels_against_lr,
+               having(of_method, 'r_emb', 'cos_mu_h', 'r_cos', 'r_log'), (('r_emb', 'linear'), ('cos_mu_h', 'linear'), ('r_cos', 'linear'), ('r_log', 'linear')),
+               lacks='the data have none of r_emb, cos_mu_h, r_cos, r_log')
+        figure(f'distributions_{word}', f'Distributions behind Fact 3 for {title}, {word}', paper('Appendix F, Figures 11 and 12'),
+               'The same quantities over the vocabulary (r_emb) and over test positions: quartiles, median and extrema; red: the share that is below 1, or for the '
+               'cosine above 0. Filled: the run diverged.', plots.distributions,
+               [r for r in distributions if r['weight_tying'] == tying and r['method'] == method and plots.drawable(r['median'])],
+               lacks='there are no distributions (distributions.csv)')
+        figure(f'sensitivity_{word}', f'Sensitivity to λ, {word}', paper('Appendix C, Figure 8'),
+               'Loss against learning rate, and LRS against size, for several coefficients λ: how much tuning a method needs.', plots.sensitivity,
+               [r for r in finite if r['method'] in tuned], sized, lacks='no method was run with several λ')
+        figure(f'drift_{word}', f'Drift against the sum of learning rates, {word}', '',
+               'The mean embedding drifts with the sum of the learning rates that a run has gone through. A point is the end of a run, a thin line its way there.',
+               plots.drift, [r for r in having(part, 'mu_norm', 'logit_mean') if r['lr_sum']], of_tying,
+               lacks='the data have no ‖μ‖ and logit mean, or neither lr_sum nor steps')
+        for size in tables.sizes(of_tying) or ['all sizes']:
+            figure(f'curves_{size}_{word}', f'Training curves of {size}, {word}', '',
+                   'Loss, norm of the mean embedding, mean logit and largest |logit| during training, a line a learning rate: the drift as it grows.',
+                   plots.training_curves, [r for r in of_tying if r['size'] == size], lacks='there are no logs (curves.csv)')
+    return drawn, missing
 
 
-def variant_name(method, lam):
-    """The method, with its λ where that is not the paper's 1e-4."""
-    return method if lam is None or lam == 1e-4 else f'{method} λ={lam:g}'
+def draw_theory(folder):
+    """The paper's figures that follow from formulas -> the same dicts as `draw`."""
+    drawn = []
+    for function, file, title, where, says in (
+            (plots.centering_in_three_dimensions, 'theory_centering', 'μ-centering in three dimensions', 'Figure 1',
+             'Embeddings spread evenly around a mean μ that points along the hidden state h all have a cosine with h; centering takes that away.'),
+            (plots.zloss_of_one_logit, 'theory_zloss_1d', 'z-loss of one logit', 'Appendix B, Figure 6',
+             'z-loss punishes a large positive logit and lets a large negative one be; only without other logits (S = 0) is it even.'),
+            (plots.zloss_of_two_logits, 'theory_zloss_2d', 'Z and z-loss of two logits', 'Appendix B, Figure 7',
+             'Black: where z-loss is smallest. The curve runs off to large negative logits, so z-loss does not hold the mean logit at 0.')):
+        print(f'drawing {file}', flush=True)
+        function(os.path.join(folder, file))
+        drawn.append({'title': title, 'where': where, 'says': says, 'file': file})
+    return drawn
 
 
-def lrs_tables(table):
-    """Markdown: LRS by size and method in both normalisations; bold: the best; *: a run diverged."""
-    parts = []
-    for tying in sorted({r['weight_tying'] for r in table}):
-        part = [r for r in table if r['weight_tying'] == tying]
-        variants = list(dict.fromkeys((r['method'], r['lam']) for r in part))
-        for column, name in (('lrs', 'LRS, the mean over the learning rates (Eq. 21)'),
-                             ('lrs_n1', "LRS (n-1), normalised as the paper's tables are")):
-            lines = []
-            for size in dict.fromkeys(r['size'] for r in part):
-                cells = {(r['method'], r['lam']): r for r in part if r['size'] == size}
-                best = min((r[column] for r in cells.values()), default=None)
-                lines.append([size] + [
-                    '-' if v not in cells else ('**{}**' if cells[v][column] == best and len(cells) > 1 else '{}').format(
-                        f'{cells[v][column]:.3f}') + ('*' if cells[v]['diverged'] else '') for v in variants])
-            parts.append(f'### {name}, weight tying {"on" if tying else "off"}\n\n'
-                         + markdown(['N', *(variant_name(*v) for v in variants)], lines))
-    return '\n\n'.join(parts) + '\n\nBold: the best of its row. *: at least one of the runs diverged.'
-
-
-def run_table(rows):
-    """Markdown: the runs, one a line."""
-    def show(r, column, form):
-        return '' if r[column] is None else format(r[column], form)
-    columns = [('lr', 'g'), ('test_loss', '.4f'), ('mu_norm', '.3g'), ('logit_mean', '.3g'), ('logit_mean_spread', '.3g'),
-               ('logit_std', '.3g'), ('logit_absmax', '.3g'), ('cos_mu_h', '.3f'), ('r_cos', '.3f'), ('r_log', '.3f')]
-    columns = [c for c in columns if any(r[c[0]] is not None for r in rows)]
-    seeds = len({r['seed'] for r in rows}) > 1
-    return markdown(['method', 'size', 'tied', *(['seed'] if seeds else []), *(c for c, _ in columns), 'diverged'],
-                    [[variant_name(r['method'], r['lam']), r['size'], 'yes' if r['weight_tying'] else 'no', *([f'{r["seed"] or 0:g}'] if seeds else []),
-                      *(show(r, *c) for c in columns), {None: '', 1: 'yes', 0: 'no'}[r['diverged']]] for r in rows])
+def write_report(out, rows, shown, missing, settings, unfinished):
+    """report.html in `out`, one file that needs no other: `shown` (tables and figures) in order, what is missing, the settings, the runs."""
+    def image(file):
+        with open(os.path.join(out, 'figures', f'{file}.png'), 'rb') as png:
+            return base64.b64encode(png.read()).decode()
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'report_template.html'), encoding='utf-8') as file:
+        template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(file.read())
+    logs = [quote(os.path.relpath(os.path.join(r['folder'], 'log.jsonl'), out)) if 'folder' in r else None for r in rows]
+    html = template.render(title=os.path.basename(os.path.abspath(out)), rows=rows, shown=shown, image=image, missing=missing, unfinished=unfinished,
+                           settings={k: ', '.join(map(str, v)) for k, v in settings.items()}, runs=tables.run_table(rows) if rows else None, logs=logs)
+    write_atomic(os.path.join(out, 'report.html'), lambda file: file.write(html), mode='w')
 
 
 def main(argv=None):
@@ -300,57 +374,70 @@ def main(argv=None):
     p.add_argument('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
     p.add_argument('--results', help='a csv of runs instead; needs method, size, weight_tying, lr and test_loss, all else may be missing')
     p.add_argument('--out', help='folder to write to (default results/<name of the sweep or csv>)')
+    p.add_argument('--method', help='the method whose Fact 3 is drawn (default baseline, or the first there is)')
+    p.add_argument('--theory', action='store_true', help="the paper's figures that need no runs (Fig. 1, 6 and 7), alone or with the others")
     args = parse_args(p, argv)
-    if bool(args.runs) == bool(args.results):
-        die('give either run folders, such as out/demo, or --results=FILE.csv')
-    name = os.path.splitext(os.path.basename(args.results))[0] if args.results else os.path.basename(os.path.normpath(args.runs[0]))
-    out = args.out or os.path.join('results', name)
+    if bool(args.runs) + bool(args.results) != 1 and not (args.theory and not args.runs and not args.results):
+        die('give run folders, such as out/demo, or --results=FILE.csv, or --theory')
 
-    if args.results:
-        rows = complete(read_results(args.results))
-        make_folder(out)
-    else:
+    # what there is
+    unfinished, rows = [], []
+    if args.runs:
+        source = os.path.normpath(args.runs[0])
         done, unfinished = find_runs(args.runs)
         for folder in unfinished:
             print(f'not finished, left out: {folder}')
         if not done:
             die(f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
-        make_folder(out)
-        rows, distributions, curves = [], [], []
-        for i, folder in enumerate(done, 1):
-            print(f'[{i}/{len(done)}] {folder}', flush=True)
-            row, of_run = analyze_run(folder)
-            identity = {k: row[k] for k in (*KEY, 'diverged')}
-            rows.append(row)
-            distributions += [{**identity, 'quantity': name, **of_run[name]} for name in of_run]
-            curves += [{**identity, **entry} for entry in read_log(os.path.join(folder, 'log.jsonl'))]
-        rows = complete(rows)
+    elif args.results:
+        source = os.path.splitext(args.results)[0]
+        source = os.path.dirname(os.path.abspath(source)) if os.path.basename(source) == 'results' else source
+        rows, distributions, curves, settings = from_csv(args.results)
+    else:
+        source, distributions, curves, settings = 'theory', [], [], {}
+    out = args.out or os.path.join('results', os.path.basename(os.path.abspath(source)))
+    make_folder(out)
+    lock = lock_folder(out)
+    if args.runs:
+        rows, distributions, curves, settings = from_folders(done)
         write_csv(os.path.join(out, 'results.csv'), COLUMNS, rows)
         write_csv(os.path.join(out, 'distributions.csv'), [*KEY, 'diverged', 'quantity', *DISTRIBUTION], distributions)
         write_csv(os.path.join(out, 'curves.csv'), list(dict.fromkeys(k for line in curves for k in line)), curves)
+        write_json(os.path.join(out, 'settings.json'), settings)
+    methods = list(dict.fromkeys(r['method'] for r in rows))
+    method = args.method or ('baseline' if 'baseline' in methods or not methods else methods[0])
+    if args.method and methods and method not in methods:
+        die(f'--method={method}: the runs have {", ".join(methods)}')
 
-    table = lrs_table(rows)
-    write_csv(os.path.join(out, 'lrs.csv'), 'size weight_tying method lam lrs lrs_n1 n_lrs diverged'.split(), table)
-    largest = [r for r in rows if r['lr'] == max(x['lr'] for x in rows if (x['size'], x['weight_tying']) == (r['size'], r['weight_tying']))]
-    at_largest = f'### At the largest learning rate\n\n{run_table(largest)}'
-    tables = f'{lrs_tables(table)}\n\n{at_largest}\n'
-    write_atomic(os.path.join(out, 'tables.md'), lambda file: file.write(f'{tables}\n### All runs\n\n{run_table(rows)}\n'), mode='w')
-    print('\n' + tables)
-
-    for tying in sorted({r['weight_tying'] for r in rows}):
-        part = [r for r in rows if r['weight_tying'] == tying]
-        name = 'tied' if tying else 'untied'
-        plots.loss_against_lr(part, os.path.join(out, 'figures', f'loss_{name}'))
-        if any(r[c] is not None for r in part for c in ('mu_norm', 'logit_mean', 'logit_std', 'logit_absmax')):
-            plots.statistics_against_lr(part, os.path.join(out, 'figures', f'statistics_{name}'))
-        else:
-            print(f'no figure of ‖μ‖ and the logits ({name}): the csv has no such columns')
-        sized = [r for r in table if r['weight_tying'] == tying and r['n_params'] and r['lrs'] > 0]
-        if sized:
-            plots.lrs_against_n(sized, os.path.join(out, 'figures', f'lrs_{name}'))
-        else:
-            print(f'no figure of LRS against N ({name}): no size has both n_params and an LRS above 0')
-    print(f'wrote {out}: {", ".join(sorted(os.listdir(out)))}')
+    # tables, figures, report
+    shown, missing = [], []
+    if rows:
+        lrs_rows, missing = tables.lrs_rows(rows)
+        write_csv(os.path.join(out, 'lrs.csv'), LRS_COLUMNS, lrs_rows)
+        of_lrs = [r for r in lrs_rows if r['n_lrs'] > 1]
+        if not of_lrs:
+            missing.append('no LRS tables: no method was run at two learning rates of one size')
+        overhead, lines = tables.overhead_tables(rows)
+        missing += lines
+        if not settings:
+            missing.append('no table of hyper-parameters: there are no settings of the runs (settings.json)')
+        largest = {(r['size'], r['weight_tying']): r['lr'] for r in sorted(rows, key=lambda r: r['lr'])}
+        at_largest = tables.run_table([r for r in rows if r['lr'] == largest[r['size'], r['weight_tying']]], 'At the largest learning rate')
+        shown = [*tables.lrs_tables(of_lrs), *tables.ranking_tables(of_lrs), *tables.sensitivity_tables(of_lrs), *overhead, at_largest,
+                 *([tables.hyperparameter_table(settings)] if settings else []), tables.methods_table()]
+        everything = [*shown, tables.run_table(rows)]
+        write_atomic(os.path.join(out, 'tables.md'), lambda file: file.write('\n\n'.join(tables.text(t, tables.MARKDOWN) for t in everything) + '\n'), mode='w')
+        write_atomic(os.path.join(out, 'tables.tex'), lambda file: file.write(tables.latex_document(shown)), mode='w')
+        print('\n' + '\n\n'.join(map(tables.text, shown)) + '\n')
+        figures, lines = draw(rows, of_lrs, distributions, curves, method, os.path.join(out, 'figures'))
+        shown, missing = figures + shown, missing + lines
+    if args.theory:
+        shown = shown + draw_theory(os.path.join(out, 'figures'))
+    for line in missing:
+        print(line)
+    write_report(out, rows, shown, missing, settings, len(unfinished))
+    lock.close()
+    print(f'wrote {out}: {", ".join(sorted(name for name in os.listdir(out) if not name.startswith(".")))}; open {os.path.join(out, "report.html")} in a browser')
     return 0
 
 

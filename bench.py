@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import data
 import train
-from analyze import markdown
+from tables import aligned
 from common import die, keep_freed_memory, number, parse_args, write_atomic
 from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, compile_head, loss_and_grad, plain_head
 
@@ -153,7 +153,7 @@ def bench_head(args, device):
                      'memory_ratio': memory[name] / memory[names[base]] if memory[name] is not None and memory.get(names[base]) else None, 'loss': losses[name]})
     print(f'\nThe head alone, {args.methods[0]}: {args.tokens:,} tokens x {args.vocab_size:,} x {args.width}, forward and backward, {args.dtype}, '
           f'logits {args.logits_dtype}, {len(times)} turns\n')
-    print(markdown(['head', 'ms', f'time / {names[base]}', 'extra MiB', f'memory / {names[base]}', 'loss'],
+    print(aligned(['head', 'ms', f'time / {names[base]}', 'extra MiB', f'memory / {names[base]}', 'loss'],
                    [[r['head'], f'{r["ms"]:.1f}', f'{r["time_ratio"]:.2f}', mebibytes(r['extra_bytes']),
                      '-' if r['memory_ratio'] is None else f'{r["memory_ratio"]:.3f}', f'{r["loss"]:.4f}'] for r in rows]))
     return rows
@@ -222,7 +222,7 @@ def bench_steps(args, device):
             rows.append(row)
             table.append([method, f'{row["ms"]:.2f}', f'{row["tokens_per_second"]:,.0f}', '-' if peak is None else f'{row["mfu"]:.1%}',
                           mebibytes(memory[i]), '-' if i == 0 else f'{overhead:+.1%}'])
-        print(markdown(['method', 'ms a step', 'tokens/s', 'MFU', 'peak MiB' if device.type == 'cuda' else 'extra MiB', f'over {args.methods[0]}'], table))
+        print(aligned(['method', 'ms a step', 'tokens/s', 'MFU', 'peak MiB' if device.type == 'cuda' else 'extra MiB', f'over {args.methods[0]}'], table))
     return rows
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import analyze
 import data
 import model as model_py
+import tables
 import train
 from common import write_json
 from model import GPT, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
@@ -476,7 +477,7 @@ def test_lrs_is_the_papers_in_both_normalisations():
     """Published losses of baseline and mu-centering at 16M, without weight tying, and the paper's table."""
     for losses, mean, n1 in (([3.961, 3.881, 3.850, 3.841, 3.857, 4.269, 5.065], 0.262, 0.306),
                              ([3.962, 3.881, 3.850, 3.842, 3.843, 3.844, 3.842], 0.024, 0.028)):
-        found = analyze.lrs(losses, [10.83] * 7)
+        found = tables.lrs(losses, [10.83] * 7)
         assert found[0] == pytest.approx(mean, abs=6e-4) and found[1] == pytest.approx(n1, abs=6e-4)
 
 
@@ -486,12 +487,12 @@ def test_lrs_laws():
         n = int(rng.randint(2, 9))
         losses = list(rng.uniform(3, 12, n))
         L0 = [10.83] * n
-        mean, n1 = analyze.lrs(losses, L0)
+        mean, n1 = tables.lrs(losses, L0)
         assert mean >= 0 and n1 == pytest.approx(mean * n / (n - 1))
-        assert analyze.lrs(list(rng.permutation(losses)), L0)[0] == pytest.approx(mean)
-        assert analyze.lrs(losses + [min(losses)], L0 + [10.83])[0] == pytest.approx(mean * n / (n + 1))
-        assert analyze.lrs(losses + [math.nan], L0 + [10.83]) == analyze.lrs(losses + [10.83], L0 + [10.83])
-    assert analyze.lrs([3.0], [10.0])[0] == 0
-    assert analyze.lrs([math.inf, math.nan], [10.0, 10.0])[0] == 0
+        assert tables.lrs(list(rng.permutation(losses)), L0)[0] == pytest.approx(mean)
+        assert tables.lrs(losses + [min(losses)], L0 + [10.83])[0] == pytest.approx(mean * n / (n + 1))
+        assert tables.lrs(losses + [math.nan], L0 + [10.83]) == tables.lrs(losses + [10.83], L0 + [10.83])
+    assert tables.lrs([3.0], [10.0])[0] == 0
+    assert tables.lrs([math.inf, math.nan], [10.0, 10.0])[0] == 0
     with pytest.raises(ValueError):
-        analyze.lrs([math.nan, 3.0], [None, None])
+        tables.lrs([math.nan, 3.0], [None, None])

@@ -460,7 +460,7 @@ def test_sweep_skips_survives_a_failed_run_and_analyzes(corpus, tmp_path):
         rows = list(csv.DictReader(open(os.path.join(results, 'results.csv'))))
         assert len(rows) == 4 and list(rows[0]) == analyze.COLUMNS
         assert {r['method']: float(r['mu_norm']) > 1e-3 for r in rows} == {'baseline': True, 'mu_centering': False}
-        assert '### LRS' in done.stdout and '| mu_centering' in done.stdout
+        assert '### LRS' in done.stdout and '| μ-centering' in done.stdout
         assert {'loss_untied.png', 'loss_untied.pdf', 'statistics_untied.png', 'lrs_untied.png'} <= set(os.listdir(os.path.join(results, 'figures')))
         quantities = {r['quantity'] for r in csv.DictReader(open(os.path.join(results, 'distributions.csv')))}
         assert quantities == {'logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log', 'r_emb', 'fact_3', 'fact_3_premise'}
@@ -539,7 +539,7 @@ def test_a_csv_with_the_required_columns_alone_is_enough(tmp_path, capsys):
     path = tmp_path / 'r.csv'
     path.write_text('\ufeffmethod,size,weight_tying,lr,test_loss\nbaseline,16M,0,0.1,4.0\nbaseline,16M,0,0.3,5.0\nmu_loss,16M,0,0.1,4.0\nmu_loss,16M,0,0.3,nan\n')
     assert analyze.main([f'--results={path}', f'--out={tmp_path}/out']) == 0
-    assert 'no figure of ‖μ‖' in capsys.readouterr().out
+    assert 'no figure "Mean embedding' in capsys.readouterr().out
     rows = {r['method']: r for r in csv.DictReader(open(tmp_path / 'out' / 'lrs.csv'))}
     assert float(rows['baseline']['lrs']) == 0.5 and float(rows['baseline']['lrs_n1']) == 1.0 and rows['baseline']['diverged'] == ''
     assert float(rows['mu_loss']['lrs']) == pytest.approx((10.83 - 4) / 2)
