@@ -381,7 +381,7 @@ def main(argv=None):
         die('give run folders, such as out/demo, or --results=FILE.csv, or --theory')
 
     # what there is
-    unfinished, rows = [], []
+    unfinished, rows, methods = [], [], []
     if args.runs:
         source = os.path.normpath(args.runs[0])
         done, unfinished = find_runs(args.runs)
@@ -389,12 +389,17 @@ def main(argv=None):
             print(f'not finished, left out: {folder}')
         if not done:
             die(f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
+        methods = [read_json(os.path.join(folder, 'result.json')).get('method') for folder in done]
     elif args.results:
         source = os.path.splitext(args.results)[0]
         source = os.path.dirname(os.path.abspath(source)) if os.path.basename(source) == 'results' else source
         rows, distributions, curves, settings = from_csv(args.results)
+        methods = [r['method'] for r in rows]
     else:
         source, distributions, curves, settings = 'theory', [], [], {}
+    if args.method and args.method not in methods:
+        die(f'--method={args.method}: the runs have {", ".join(dict.fromkeys(map(str, methods))) or "no method: there are none"}')
+    method = args.method or ('baseline' if 'baseline' in methods or not methods else methods[0])
     out = args.out or os.path.join('results', os.path.basename(os.path.abspath(source)))
     make_folder(out)
     lock = lock_folder(out)
@@ -404,10 +409,6 @@ def main(argv=None):
         write_csv(os.path.join(out, 'distributions.csv'), [*KEY, 'diverged', 'quantity', *DISTRIBUTION], distributions)
         write_csv(os.path.join(out, 'curves.csv'), list(dict.fromkeys(k for line in curves for k in line)), curves)
         write_json(os.path.join(out, 'settings.json'), settings)
-    methods = list(dict.fromkeys(r['method'] for r in rows))
-    method = args.method or ('baseline' if 'baseline' in methods or not methods else methods[0])
-    if args.method and methods and method not in methods:
-        die(f'--method={method}: the runs have {", ".join(methods)}')
 
     # tables, figures, report
     shown, missing = [], []

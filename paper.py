@@ -88,6 +88,7 @@ HYPERPARAMETERS = (
     ('learning rate minimum', 1e-5, 'min_lr'),
     ('layer normalization', 'LayerNorm', None),
     ('precision', 'bfloat16', 'dtype'),
+    ('precision of the logits', 'bfloat16', 'logits_dtype'),  # BF16 in the paper's table means all of it
     ('positional embedding', 'RoPE', None),
     ('vocab size', 50304, 'vocab_size'),
     ('hidden activation', 'SwiGLU', None),

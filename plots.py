@@ -283,11 +283,15 @@ def drift(rows, curve_rows, path):
 # the theory, from formulas
 
 
+def norm_preserving_projection(X, mu, h):
+    """X (n, H) -> (n, 3): x1, x2 in the plane of μ and h, and the norm of the rest, which keeps norms and products with μ and h (Fig. 1)."""
+    Q, R = np.linalg.qr(np.stack((mu, h), axis=1))
+    Q *= np.sign(np.diag(R))  # so that x1 points along μ
+    return np.column_stack((X @ Q, np.linalg.norm(X - X @ Q @ Q.T, axis=1)))
+
+
 def centering_in_three_dimensions(path, H=1024, V=2000):
-    """
-    The effect of μ-centering on embeddings (V, H) that are isotropic around a shifted mean: x -> (x1, x2, |the rest of x|)
-    with x1, x2 in the plane of μ and h, which keeps norms, and dot products with μ and h (Fig. 1).
-    """
+    """Embeddings (V, H) that are isotropic around a shifted mean, and h, before and after μ-centering (Fig. 1)."""
     rng = np.random.RandomState(0)
     mu, h = np.zeros(H), np.zeros(H)
     mu[0], h[:2] = 0.25, (0.3, 0.15)
@@ -295,10 +299,11 @@ def centering_in_three_dimensions(path, H=1024, V=2000):
     figure = plt.figure(figsize=(8.5, 4.2))
     for i, (points, title) in enumerate(((E, r'before: $e_i$'), (E - E.mean(axis=0), r'after $\mu$-centering: $e_i^\star = e_i - \mu$'))):
         ax = figure.add_subplot(1, 2, i + 1, projection='3d')
-        ax.scatter(points[:, 0], points[:, 1], np.linalg.norm(points[:, 2:], axis=1), s=2, color=COLORS['baseline'], alpha=0.4)
-        for vector, label in (((E.mean(axis=0), r'$\mu$'),) if i == 0 else ()) + ((h, '$h$'),):
-            ax.quiver(0, 0, 0, vector[0], vector[1], 0, color='black', arrow_length_ratio=0.08, linewidth=1.5)
-            ax.text(1.08 * vector[0], 1.08 * vector[1], 0, label, fontsize=12)
+        ax.scatter(*norm_preserving_projection(points, mu, h).T, s=2, color=COLORS['baseline'], alpha=0.4)
+        for vector, label in (((mu, r'$\mu$'),) if i == 0 else ()) + ((h, '$h$'),):
+            x1, x2, _ = norm_preserving_projection(vector[None], mu, h)[0]
+            ax.quiver(0, 0, 0, x1, x2, 0, color='black', arrow_length_ratio=0.08, linewidth=1.5)
+            ax.text(1.08 * x1, 1.08 * x2, 0, label, fontsize=12)
         cosine = points @ h / np.linalg.norm(points, axis=1) / np.linalg.norm(h)
         ax.set(title=f'{title}\nmean of cos = {cosine.mean():.2f}, largest |cos| = {abs(cosine).max():.2f}', xlabel='$x_1$', ylabel='$x_2$',
                zlabel='$x_3^{(3)}$', xlim=(-0.1, 0.4), ylim=(-0.2, 0.2), zlim=(0, 1.2))

@@ -10,6 +10,7 @@
 #   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo: the cores)
 #   OUT     folder of the runs (default out/<grid>)                      DATA     folder of the shards
 #   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, for this folder; run nothing
+#   WATCH=1 refresh the report, results/<sweep>/report.html, after each finished run (it is always written at the end)
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 export LC_ALL=C
@@ -32,7 +33,7 @@ case $GRID in
     export OMP_NUM_THREADS=1 ;;
   *) echo "error: no grid '$GRID'; should be paper, ablation or demo" >&2; exit 2 ;;
 esac
-: "${SEEDS:=1}" "${NPROC:=$((GPUS > 0 ? GPUS : 1))}" "${JOBS:=1}" "${OUT:=out/$GRID}" "${RETRIES:=1}" "${DRY_RUN:=0}"
+: "${SEEDS:=1}" "${NPROC:=$((GPUS > 0 ? GPUS : 1))}" "${JOBS:=1}" "${OUT:=out/$GRID}" "${RETRIES:=1}" "${DRY_RUN:=0}" "${WATCH:=0}"
 for name in NPROC JOBS STEPS RETRIES; do
   case ${!name} in *[!0-9]* | '') echo "error: $name should be a whole number, is '${!name}'" >&2; exit 2 ;; esac
 done
@@ -113,9 +114,23 @@ export TOTAL=$(($(wc -w <<<"$NAMES"))) BEGIN=$(date +%s) ALREADY=$(count_finishe
 mkdir -p "$OUT/logs" && rm -f "$OUT/logs/failed" "$OUT/logs/interrupted" || exit 1
 echo "$TOTAL runs in $OUT, $ALREADY of them done, $JOBS at a time; the output of each is in $OUT/logs"
 if [ "$GPUS" -gt 0 ]; then slot=--process-slot-var=SLOT; else slot=; fi
+# Analyzes again whenever more runs are done, until $watching goes or this script ends.
+watch() {
+  local seen=$ALREADY now
+  while [ -f "$watching" ] && kill -0 $$ 2>/dev/null; do
+    now=$(count_finished)
+    [ "$now" -gt "$seen" ] && python analyze.py "$OUT" >"$OUT/logs/analyze.log" 2>&1 </dev/null
+    seen=$now
+    sleep 1
+  done
+}
+watching=$OUT/logs/watching.$$
+if [ "$WATCH" != 0 ]; then touch "$watching"; watch & fi
 plan | xargs -0 -n 7 -P "$JOBS" $slot bash -c 'run_one "$@"' sweep
+rm -f "$watching"
 [ -f "$OUT/logs/interrupted" ] && { echo "stopped; bash sweep.sh $GRID goes on" >&2; exit 130; }
 
+wait  # a refresh that is at work holds the folder of the results
 python analyze.py "$OUT"
 status=$?
 if [ -s "$OUT/logs/failed" ]; then

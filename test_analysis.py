@@ -1,0 +1,325 @@
+"""Tables, figures and the report, from csv files and from run folders."""
+import csv
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import warnings
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+
+import analyze
+import paper
+import plots
+import tables
+import train
+from model import SIZES
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+HEAD = 'method,size,weight_tying,lr,test_loss'
+
+
+def row(method='baseline', size='16M', tying=0, lr=0.1, loss=3.0, **more):
+    return {**dict.fromkeys(analyze.COLUMNS), 'method': method, 'size': size, 'weight_tying': tying, 'lr': lr, 'test_loss': loss, **more}
+
+
+def text_of(cell):
+    return cell if isinstance(cell, str) else cell[0]
+
+
+def run(path, out, *flags):
+    """analyze.main on a csv with every warning an error -> (exit status, the folder's report, or None)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        status = analyze.main([f'--results={path}', f'--out={out}', *flags])
+    return status, (out / 'report.html').read_text()
+
+
+# ----------------------------------------------------------------------------------------------------------------- tables
+
+
+def test_lrs_table_marks_the_best_the_converged_and_what_the_paper_has():
+    rows = [row(m, s, 0, lr, loss, diverged=d, n_params=1)
+            for m, s, losses, d in (('baseline', '16M', (3, 4), 1), ('mu_loss', '16M', (3, 3.03), 0), ('mu_centering', '16M', (3, 3.02), None),
+                                    ('baseline', '29M', (3, 3.2), 0), ('mu_loss', '29M', (3, 3.1), 1))
+            for lr, loss in zip((0.1, 0.3), losses)] + [row('mu_loss', '16M', 0, 0.01, 3.0, diverged=0, n_params=1)]
+    table, missing = tables.lrs_rows(analyze.complete(rows))
+    published, ours = tables.lrs_tables(table)
+    assert not missing and published['header'] == ['N', 'baseline', 'μ-loss', 'μ-centering']
+    cells = {line[0]: line[1:] for line in published['rows']}
+    assert cells['16M'][0] == ('1.000 (2 of 3 lr)', '', '0.306 +0.694') and cells['16M'][1] == ('0.015', 'bu', '0.031 -0.016')
+    assert cells['16M'][2] == ('0.020 (2 of 3 lr)', '', '0.028 -0.008')  # whether it diverged is not known: no line under it
+    assert cells['29M'][0][1] == 'u' and cells['29M'][1][1] == 'b' and cells['29M'][2] == '-'
+    assert [text_of(c) for c in ours['rows'][0][1:]] == ['0.500 (2 of 3 lr)', '0.010', '0.010 (2 of 3 lr)']
+
+
+def test_sensitivity_table_has_a_column_for_each_lam():
+    rows = [row('z_loss', '16M', 0, lr, loss, lam=lam) for lam, top in ((1e-7, 3.5), (None, 3.25), (100, 5)) for lr, loss in ((0.1, 3), (0.3, top))]
+    table, _ = tables.lrs_rows(analyze.complete(rows))
+    found, = tables.sensitivity_tables(table)
+    assert found['header'] == ['N', '1e-07', '0.0001', '100']
+    assert found['rows'] == [['16M', ('0.500', '', '0.037 +0.463'), ('0.250', 'b', '0.054 +0.196'), ('2.000', '', '1.156 +0.844')]]
+    assert tables.sensitivity_tables([r for r in table if r['lam'] == 1e-4]) == []
+
+
+def test_overhead_averages_all_lam_and_refuses_to_mix_machines():
+    rows = [row(lr=lr, train_seconds=100) for lr in (0.1, 0.3)] + [row('z_loss', lr=lr, lam=lam, train_seconds=s) for lr, lam, s in
+            ((0.1, 1e-4, 104), (0.3, 1e-4, 106), (0.1, 1e-1, 108), (0.3, 1e-1, 106))] + [row('mu_loss', lr=0.3, lam=1e-4, loss=math.nan, train_seconds=1)]
+    (found,), missing = tables.overhead_tables(rows)
+    assert found['header'] == ['N', 'z-loss'] and found['rows'] == [['16M', ('6.0%', '', '6.4% -0.40')]] and not missing
+    assert 'is assumed' in found['says']
+    (named,), _ = tables.overhead_tables([{**r, 'device': 'one'} for r in rows])
+    assert 'Machine: one' in named['says']
+    found, missing = tables.overhead_tables([{**r, 'device': r['method']} for r in rows])
+    assert not found and 'different machines' in missing[0]
+    assert tables.overhead_tables([row()]) == ([], ['no table of ΔT: there are no times of a baseline and of another method at one size'])
+
+
+def test_ranking_orders_by_lrs_and_separates_by_the_factor():
+    tops = {'baseline': 4.0, 'weight_decay': 3.5, 'z_loss': 3.45, 'mu_centering': 3.04}
+    rows = [row(m, s, 0, lr, loss) for m, top in tops.items() for s in ('16M', '29M') for lr, loss in ((0.1, 3.0), (0.3, top))]
+    rows += [row('baseline', '57M', 0, lr, 3.0) for lr in (0.1, 0.3)]  # a size that the others lack does not count
+    ranking, = tables.ranking_tables(tables.lrs_rows(analyze.complete(rows))[0])
+    assert [line[0] for line in ranking['rows']] == ['μ-centering', '> z-loss', '≈ weight decay', '> baseline']
+    assert ranking['rows'][3] == ['> baseline', '1.000', '+0.500', '2.00', '2 of 2'] and '16M, 29M' in ranking['says']
+
+
+def test_bootstrap_interval_is_that_of_all_resamples():
+    """Two learning rates with two seeds each: 16 resamples, equally likely, so the 95% interval is their smallest to their largest."""
+    rng = np.random.RandomState(0)
+    for _ in range(20):
+        losses = rng.rand(2, 2) * 3
+        exact = []
+        for draw in itertools.product(range(2), repeat=4):  # the seeds drawn at the first, and at the second learning rate
+            sets = [(losses[0][draw[i]], losses[1][draw[2 + i]]) for i in range(2)]
+            exact.append(sum(tables.lrs(s, [None, None])[0] for s in sets) / 2)
+        assert tables.bootstrap(losses.tolist()) == pytest.approx([min(exact), max(exact)])
+    assert tables.bootstrap([[3.0, 3.0], [4.0, 4.0, 4.0]]) == pytest.approx([0.5, 0.5])
+
+
+def test_hyperparameters_stand_beside_the_papers():
+    settings = {'beta1': [0.9], 'batch_size': [64], 'block_size': [128], 'weight_tying': [True, False], 'steps': [100, 200]}
+    lines = {line[0]: line[1:] for line in tables.hyperparameter_table(settings)['rows']}
+    assert lines['β1'] == [('0.9', '', ''), '0.9'] and lines['batch size (tokens)'] == [('8192', 'b', ''), '131072']
+    assert lines['weight tying'][0] == ('false & true', '', '') and lines['training length (steps)'][0] == ('100, 200', 'b', '')
+    keys = {key for *_, key in paper.HYPERPARAMETERS if key and ' ' not in key}
+    assert keys <= set(vars(train.parser().parse_args([]))), 'a setting that train.py does not have'
+
+
+def test_the_papers_tables_are_whole():
+    """Five sizes by all columns, each number once; the averages below are those of the printed tables."""
+    for published, columns in ((paper.LRS[0], 6), (paper.LRS[1], 6), *((t, 4) for t in paper.LRS_OF_LAM.values()), (paper.OVERHEAD[0], 5), (paper.OVERHEAD[1], 5)):
+        assert len(published) == 5 * columns and {size for size, _ in published} == set(SIZES) - {'tiny'}
+    for method in ('mu_loss', 'z_loss'):  # the column of λ = 1e-4 is that of the main table
+        for size in ('16M', '29M', '57M', '109M', '221M'):
+            assert paper.LRS_OF_LAM[method][size, '0.0001'] == paper.LRS[0][size, method]
+
+
+def test_a_table_in_every_form():
+    table = {'title': 'A & B', 'where': 'Table 9', 'says': 'μ % of λ_1 | #1 ~ {x} \\ ‖e‖', 'header': ['N', 'a|b'], 'rows': [['1', ('0.5', 'bu', '0.4 +0.1')]]}
+    assert '**_0.5_** (0.4 +0.1)' in tables.text(table) and '(Table 9)' in tables.text(table)
+    assert '**<u>0.5</u>** <sub>0.4 +0.1</sub>' in tables.text(table, tables.MARKDOWN)
+    latex = tables.latex(table)
+    assert latex.isascii() and r'\textbf{\underline{0.5}}' in latex and r'A \& B' in latex and r'\toprule' in latex
+    bare = re.sub(r'\\[a-zA-Z]+|\\[&%$#_{}\\]', '', latex)
+    assert bare.count('{') == bare.count('}') and not set('#_~^') & set(bare) and bare.count('%') == 1  # the one that ends \resizebox's line
+    for size in range(32, 0x2260):  # whatever stands in a csv, LaTeX gets ASCII without a bare special character
+        cell = tables.latex({**table, 'rows': [[chr(size), 'x']]}).split(r'\midrule')[1]
+        assert cell.isascii() and not re.search(r'(?<!\\)[#_^%~]', cell)
+
+
+# ---------------------------------------------------------------------------------------------------------------- figures
+
+
+def test_series_is_the_mean_and_the_spread_over_seeds():
+    rng = np.random.RandomState(3)
+    rows = [row(m, s, 0, lr, seed=seed, mu_norm=float(rng.choice([rng.rand(), math.nan, math.inf, 1e300], p=[.7, .1, .1, .1])), diverged=int(rng.rand() < 0.2))
+            for m in ('baseline', 'z_loss') for s in ('16M', '29M') for lr in (0.1, 0.3, 1.0) for seed in range(6)]
+    for (size, method, lam), points in plots.series(rows, lambda r: r['mu_norm']).items():
+        for lr, mean, low, high, diverged in points:
+            part = [r for r in rows if (r['size'], r['method'], r['lr']) == (size, method, lr) and r['mu_norm'] < 1e100]
+            values = [r['mu_norm'] for r in part]
+            assert (mean, low, high, diverged) == (pytest.approx(np.mean(values)), min(values), max(values), any(r['diverged'] for r in part))
+
+
+def test_projection_keeps_norms_and_products_with_mu_and_h():
+    """Fig. 1: dot products are kept where one of the two vectors lies in span(μ, h), norms always."""
+    rng = np.random.RandomState(4)
+    for _ in range(20):
+        H = rng.randint(3, 50)
+        X, mu, h = rng.randn(30, H), rng.randn(H), rng.randn(H)
+        P = plots.norm_preserving_projection(np.vstack((X, mu, h)), mu, h)
+        assert P.shape == (32, 3) and np.allclose(np.linalg.norm(P, axis=1), np.linalg.norm(np.vstack((X, mu, h)), axis=1))
+        assert np.allclose(P[:30] @ P[30], X @ mu) and np.allclose(P[:30] @ P[31], X @ h)
+        assert np.allclose(P[30:, 2], 0, atol=1e-12)
+
+
+def test_training_curve_sums_the_learning_rates_and_keeps_the_end():
+    s = {'lr': 0.3, 'min_lr': 1e-5, 'warmup': 150, 'steps': 3000}
+    rates = [train.learning_rate(i, s) for i in range(3000)]
+    log = [{'step': step, 'loss': 1.0, 'lr': rates[step - 1]} for step in range(1, 3001)]
+    lines = analyze.training_curve([dict(e) for e in log] + [{'step': 3000, 'test_loss': 2.0}])
+    assert len(lines) == 1000 and lines[-1]['step'] == 3000 and lines[-1]['lr_step'] == rates[-1] and 'lr' not in lines[0]
+    sparse = analyze.training_curve([dict(e) for e in log[::30]] + [dict(log[-1])])
+    for found in (lines, sparse):
+        for e in found:  # linear between log lines: the schedule bends by less than lr in 30 steps
+            assert e['lr_sum'] == pytest.approx(sum(rates[:e['step']]), abs=0.3)
+    assert analyze.complete([row(lr=0.3, steps=3000)])[0]['lr_sum'] == pytest.approx(sum(rates), abs=0.3)
+
+
+FULL = 'mu_norm,logit_mean,logit_std,logit_absmax,r_emb,cos_mu_h,r_cos,r_log,diverged,steps,train_seconds,seed'
+
+
+def full_csv(path):
+    """A csv with all that a figure can use: two tyings, two sizes, λ of two methods, three seeds, one run that is not finite."""
+    lines = [f'{HEAD},lam,{FULL}']
+    for m, lams in (('baseline', ['']), ('z_loss', ['1e-4', '0.1']), ('mu_loss', ['1e-4', '0.1']), ('mu_centering', [''])):
+        for lam, size, tying, (i, lr), seed in itertools.product(lams, ('16M', '29M'), (0, 1), enumerate((0.03, 0.1, 0.3)), (1, 2, 3)):
+            loss = 'nan' if (m, size, lr, seed) == ('baseline', '16M', 0.3, 1) else 3 + 0.1 * i + 0.01 * seed
+            lines.append(f'{m},{size},{tying},{lr},{loss},{lam},{10 * i},{5 * i},3,{20 * i},.9,.1,.5,.4,{int(loss == "nan")},1000,{100 + seed},{seed}')
+    path.write_text('\n'.join(lines) + '\n')
+
+
+def test_a_full_csv_gives_every_figure_and_a_report_that_needs_nothing_else(tmp_path, capsys):
+    full_csv(tmp_path / 'r.csv')
+    status, html = run(tmp_path / 'r.csv', tmp_path / 'out', '--theory', '--method=z_loss')
+    wanted = [f'{name}_{word}' for name in ('loss', 'lrs', 'statistics', 'fact3', 'sensitivity', 'drift') for word in ('untied', 'tied')]
+    wanted += ['theory_centering', 'theory_zloss_1d', 'theory_zloss_2d']
+    assert status == 0 and sorted(os.listdir(tmp_path / 'out' / 'figures')) == sorted(f'{name}.{ending}' for name in wanted for ending in ('png', 'pdf'))
+    for name in wanted:
+        assert (tmp_path / 'out' / 'figures' / f'{name}.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'out' / 'figures' / f'{name}.pdf').read_bytes()[:4] == b'%PDF'
+    out = capsys.readouterr().out
+    assert 'no figure "Training curves' in out and 'no figure "Distributions' in out and 'Fact 3 for z-loss' in html
+    open_tags, links = [], []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            links.extend(v for k, v in attributes if k in ('src', 'href', 'action', 'data'))
+            if tag not in ('meta', 'img', 'br', 'link'):
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            assert open_tags.pop() == tag
+    Reader().feed(html)
+    assert not open_tags and all(link.startswith(('#', 'data:image/png;base64,')) for link in links)
+    assert sum(link.startswith('data:') for link in links) == len(wanted) and 'http' not in html and 'prefers-color-scheme: dark' in html
+    assert 'width=device-width' in html and html.count('<tr><td>') > 100
+
+
+@pytest.mark.parametrize('lines, said', [
+    (['baseline,16M,0,0.1,4'], 'no LRS tables'),
+    ([f'baseline,16M,{t},{lr},{4 + lr}' for t in (0, 1) for lr in (.1, .3)], 'Sensitivity'),
+    ([f'{m},16M,0,{lr},{bad}' for m in ('baseline', 'mu_loss') for lr, bad in ((.1, 'inf'), (.3, 'nan'))], 'no figure'),
+    ([f'{m},tiny,0,{lr},nan' for m in ('baseline', 'mu_loss') for lr in (.1, .3)], 'no figure "Loss against learning rate, untied": no loss is finite'),
+    ([f'{m},1B,0,{lr},{3 + lr}' for m in ('baseline', 'mine') for lr in (.1, .3)], 'it takes two sizes'),
+    ([f'{m},16M,0,{lr},{loss}' for m, loss in (('baseline', 1e308), ('mu_loss', 3)) for lr in (.1, .3)], 'wrote'),
+], ids=['one run', 'one method', 'only diverged', 'only diverged, no L0', 'unknown size', 'overflow'])
+def test_little_or_odd_data_still_make_a_picture_or_one_line(tmp_path, capsys, lines, said):
+    (tmp_path / 'r.csv').write_text('\n'.join([HEAD, *lines]) + '\n')
+    status, html = run(tmp_path / 'r.csv', tmp_path / 'out')
+    assert status == 0 and said in capsys.readouterr().out and f'{len(lines)} finished runs' in html
+
+
+def test_statistics_that_are_no_numbers_or_huge(tmp_path):
+    for value in ('nan', 'inf', '1e308', '-1e308', '0'):
+        (tmp_path / 'r.csv').write_text('\n'.join([f'{HEAD},{FULL}', *(f'baseline,16M,0,{lr},nan,{",".join([value] * 8)},1,100,5,1' for lr in (.1, .3))]) + '\n')
+        assert run(tmp_path / 'r.csv', tmp_path / 'out')[0] == 0
+
+
+def test_names_in_a_csv_are_neither_paths_nor_html_nor_formulas(tmp_path):
+    evil = ['<script>alert(1)</script>', '../../x', '$\\frac', '_hidden', '\\input{/etc/passwd}', '{{ 7*7 }}', '"><img src=x onerror=alert(1)>', "a'b&c"]
+    (tmp_path / 'in').mkdir()
+    with open(tmp_path / 'in' / 'results.csv', 'w', newline='') as file:
+        csv.writer(file).writerows([HEAD.split(','), *([m, s, 0, lr, 3 + lr] for m, s in zip(evil, evil[::-1]) for lr in (.1, .3))])
+    with open(tmp_path / 'in' / 'curves.csv', 'w', newline='') as file:
+        csv.writer(file).writerows([['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'diverged', 'step', 'loss', 'mu_norm', 'logit_mean', 'logit_absmax', 'lr_sum'],
+                                    *([m, m, 0, '', .1, 1, 0, step, 3, 1, 1, 1, step] for m in evil for step in (1, 2))])
+    before = {str(p) for p in tmp_path.rglob('*')}
+    status, html = run(tmp_path / 'in' / 'results.csv', tmp_path / 'out')
+    assert status == 0 and '<script>alert' not in html and 'onerror=alert(1)>' not in html and '49' not in re.findall(r'Methods: (.*)', html)[0]
+    assert all(p in before or p.startswith(str(tmp_path / 'out')) for p in map(str, tmp_path.rglob('*')))
+    assert r'\input' not in (tmp_path / 'out' / 'tables.tex').read_text()
+    assert len(list((tmp_path / 'out' / 'figures').glob('curves_*.png'))) == len(evil)
+
+
+def test_method_and_theory_flags(tmp_path, capsys):
+    (tmp_path / 'r.csv').write_text(f'{HEAD}\nbaseline,16M,0,0.1,3\n')
+    for flags, named in (([f'--results={tmp_path}/r.csv', '--method=z_los'], '--method=z_los'), ([], '--theory')):
+        with pytest.raises(SystemExit) as stopped:
+            analyze.main([*flags, f'--out={tmp_path}/out'])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and named in error and error.count('\n') == 1 and not os.path.exists(tmp_path / 'out')
+    assert analyze.main(['--theory', f'--out={tmp_path}/theory']) == 0
+    assert sorted(os.listdir(tmp_path / 'theory')) == ['.lock', 'figures', 'report.html'] and len(os.listdir(tmp_path / 'theory' / 'figures')) == 6
+
+
+# ---------------------------------------------------------------------------------------------------------- from run folders
+
+
+@pytest.fixture(scope='module')
+def sweep_of_two(tmp_path_factory):
+    """A watched sweep of two methods at two learning rates, as a user runs it -> (its folder, its results, what it printed)."""
+    out = tmp_path_factory.mktemp('sweep') / 'watched'
+    env = {**os.environ, 'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'], 'OMP_NUM_THREADS': '1'}
+    subprocess.run([sys.executable, 'prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={out.parent}/data', '--val_tokens=20000',
+                    '--tokens=90000'], cwd=HERE, env=env, check=True, capture_output=True)
+    lines = subprocess.run(['bash', 'sweep.sh', 'demo'], cwd=HERE, capture_output=True, text=True, timeout=600, env={
+        **env, 'METHODS': 'baseline mu_centering', 'LRS': '1e-2 1e-1', 'STEPS': '30', 'JOBS': '1', 'OUT': str(out), 'DATA': f'{out.parent}/data', 'WATCH': '1'})
+    assert lines.returncode == 0, lines.stdout + lines.stderr
+    results = os.path.join(HERE, 'results', 'watched')
+    yield out, results, lines.stdout
+    subprocess.run(['rm', '-rf', results])
+
+
+def test_a_sweep_ends_with_a_report_of_everything_and_refreshes_it_on_the_way(sweep_of_two):
+    out, results, stdout = sweep_of_two
+    assert 'finished runs' not in stdout and f'open results/watched{os.sep}report.html' in stdout
+    html = open(os.path.join(results, 'report.html'), encoding='utf-8').read()
+    assert '4 finished runs, 0' in html and 'Hyper-parameters' in html and 'float32' in html and torch.__version__ in html
+    figures = set(os.listdir(os.path.join(results, 'figures')))
+    assert {f'{name}_untied.png' for name in ('loss', 'statistics', 'fact3', 'distributions', 'drift', 'curves_tiny')} <= figures
+    logs = re.findall(r'<a href="([^"#]*log\.jsonl)">', html)
+    assert len(logs) == 4 and all(os.path.exists(os.path.join(results, log)) for log in logs)
+    assert '1/' in open(out / 'logs' / 'analyze.log').read()  # a refresh was made while runs were left
+    assert not list((out / 'logs').glob('watching*'))
+
+
+def test_what_a_sweep_leaves_can_be_drawn_again_elsewhere(sweep_of_two, tmp_path):
+    """results.csv with the files beside it gives the same tables, figures and settings, without the runs."""
+    _, results, _ = sweep_of_two
+    status, html = run(os.path.join(results, 'results.csv'), tmp_path / 'again')
+    assert status == 0 and 'log.jsonl' not in html and 'Hyper-parameters' in html
+    assert set(os.listdir(tmp_path / 'again' / 'figures')) == set(os.listdir(os.path.join(results, 'figures')))
+    for name in ('tables.md', 'tables.tex', 'lrs.csv'):
+        assert (tmp_path / 'again' / name).read_text() == open(os.path.join(results, name), encoding='utf-8').read()
+
+
+def test_distributions_hold_quartiles_extrema_and_shares(sweep_of_two):
+    out, results, _ = sweep_of_two
+    lines = list(csv.DictReader(open(os.path.join(results, 'distributions.csv'))))
+    for line in lines:
+        v = {k: float(line[k]) for k in analyze.DISTRIBUTION}
+        assert v['min'] <= v['q25'] <= v['median'] <= v['q75'] <= v['max'] and v['min'] <= v['mean'] <= v['max']
+        assert (v['below_1'] == 1) == (v['max'] < 1) and (v['above_0'] == 1) == (v['min'] > 0)
+    assert {line['quantity'] for line in lines} >= {'r_emb', 'cos_mu_h', 'r_cos', 'r_log'} and len({line['lr'] for line in lines}) == 2
+    values = torch.randn(1001, dtype=torch.float64)
+    found, ordered = analyze.summary(values), values.sort().values
+    assert [found[k] for k in ('min', 'q25', 'median', 'q75', 'max')] == [ordered[i].item() for i in (0, 250, 500, 750, 1000)]
+    assert found['above_0'] == (values > 0).double().mean().item() and found['below_1'] == (values < 1).double().mean().item()
+
+
+def test_statistics_of_an_older_analysis_are_made_again(sweep_of_two, capsys):
+    """A kept analysis.json that lacks a column is not believed."""
+    out, _, _ = sweep_of_two
+    folder = next(p for p in sorted(out.iterdir()) if (p / 'model.pt').exists())
+    kept = json.load(open(folder / 'analysis.json'))
+    row_before, before = analyze.analyze_run(str(folder))
+    (folder / 'analysis.json').write_text(json.dumps({**kept, 'r_emb': {'mean': 99.0}}))
+    row_after, after = analyze.analyze_run(str(folder))
+    assert after == before and row_after == row_before
