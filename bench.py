@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import data
 import train
 from analyze import markdown
-from common import die, keep_freed_memory, number, parse_args, write_atomic
+from common import die, number, parse_args, run, write_atomic
 from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, compile_head, loss_and_grad, plain_head
 
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
@@ -289,7 +289,7 @@ def main(argv=None):
     args = parse_args(p, argv)
     device = train.find_device(args, 0)
     if device.type == 'cpu' and args.keep_freed_memory:
-        keep_freed_memory()
+        train.keep_freed_memory()
     on_gpu = device.type == 'cuda'
     args.sizes = (args.sizes or ('16M' if on_gpu else 'tiny')).split(',')
     args.methods = list(METHODS) if args.methods == 'all' else args.methods.split(',')
@@ -326,4 +326,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    run(main)

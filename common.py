@@ -1,6 +1,5 @@
 """What every program here needs: one-line errors, number parsing, files written whole or not at all, the folder lock."""
 import argparse
-import ctypes
 import difflib
 import fcntl
 import json
@@ -9,9 +8,9 @@ import os
 import sys
 
 
-def die(message, status=2):
-    """Prints one line on stderr (rank 0 only under torchrun) and exits: 2 the user's input, 3 folder in use, 1 the rest."""
-    if int(os.environ.get('RANK', 0)) == 0:
+def die(message, status=2, any_rank=False):
+    """Prints one line on stderr, rank 0 for all ranks unless any_rank, and exits: 2 the user's input, 3 folder in use, 1 the rest."""
+    if any_rank or os.environ.get('RANK', '0') == '0':
         print('error: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
     sys.exit(status)
 
@@ -44,6 +43,17 @@ def parse_args(parser, argv):
         close = difflib.get_close_matches(unknown[0].split('=')[0], flags, 1)
         die(f'unknown argument {unknown[0]}' + (f', did you mean {close[0]}?' if close else ', see --help'))
     return args
+
+
+def run(main):
+    """sys.exit(main(argv)), in which Ctrl-C and a disk that fails (for the terminal's output, too) are one line as well."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        die('interrupted', 130)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try to write what is left once more
+        die(f'{error.strerror}: {error.filename or "standard output"}' if error.strerror else error, 1, any_rank=True)
 
 
 def write_atomic(path, write, mode='wb'):
@@ -79,7 +89,7 @@ def read_json(path):
     try:
         with open(path, encoding='utf-8') as file:
             value = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         die(f'{path}: not readable as JSON ({error})')
     if not isinstance(value, dict):
         die(f'{path}: should hold a JSON object')
@@ -100,21 +110,10 @@ def lock_folder(path):
     ends, however it ends. Exits with 3 while another process holds it.
     """
     try:
-        file = open(os.path.join(path, '.lock'), 'w')
+        file = open(os.path.join(path, '.lock'), 'a')
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return file
     except BlockingIOError:
         die(f'{path}: another process is working in this folder', status=3)
     except OSError as error:
         die(f'cannot write in the folder {path}: {error.strerror}', status=1)
-
-
-def keep_freed_memory():
-    """
-    Has glibc keep freed memory for the next tensor of that size: given back, it returns as fresh pages that the kernel must
-    zero first, half the time of a small CPU step. What stays between the tensors of a loop keeps them from being reused.
-    """
-    if sys.platform == 'linux':
-        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # musl has none
-        mallopt(-3, 2**30)      # M_MMAP_THRESHOLD
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
