@@ -1,5 +1,6 @@
 """What every program here needs: one-line errors, number parsing, files written whole or not at all, the folder lock."""
 import argparse
+import contextlib
 import difflib
 import fcntl
 import json
@@ -74,7 +75,7 @@ def write_atomic(path, write, mode='wb'):
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError for a full disk
-        if os.path.exists(temporary):
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
         die(f'cannot write {path}: {getattr(error, "strerror", None) or error}', status=1)
 

@@ -497,7 +497,7 @@ def test_sweep_gives_each_of_several_jobs_its_own_gpus(tmp_path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / 'torchrun').symlink_to(tmp_path / 'python')
     env = {k: v for k, v in ENV.items() if k != 'CUDA_VISIBLE_DEVICES'}
-    env.update(PATH=f'{tmp_path}{os.pathsep}{ENV["PATH"]}', OUT=str(tmp_path / 'out'), SIZES='16M', METHODS='baseline', TYING='untied', RETRIES='0')
+    env.update(PATH=f'{tmp_path}{os.pathsep}{ENV["PATH"]}', OUT=str(tmp_path / 'out'), DATA=str(tmp_path), SIZES='16M', METHODS='baseline', TYING='untied', RETRIES='0')
     for more, given in ((dict(NPROC='2', JOBS='2', LRS='1 2'), {'0,1', '2,3'}), (dict(NPROC='1', JOBS='2', LRS='1 2', CUDA_VISIBLE_DEVICES='5,7'), {'5', '7'}),
                         (dict(LRS='1'), {''})):  # one run on all four: torchrun sees to it
         subprocess.run(['bash', os.path.join(HERE, 'sweep.sh')], env={**env, **more}, capture_output=True, timeout=60)
