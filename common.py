@@ -74,10 +74,10 @@ def write_atomic(path, write, mode='wb'):
             os.fsync(folder)  # the rename itself must survive a power cut
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError for a full disk
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of an OSError
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        die(f'cannot write {path}: {getattr(error, "strerror", None) or error}', status=1)
+        die(f'cannot write {path}: {getattr(error, "strerror", None) or getattr(error.__context__, "strerror", None) or error}', status=1)
 
 
 def write_json(path, value):

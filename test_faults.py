@@ -129,8 +129,8 @@ def assert_same(a, b, path=''):
 
 
 def flags_of(corpus, *more):
-    return ['--method=mu_centering', '--weight_tying', '--lr=3e-2', '--steps=120', *SMALL, f'--data={corpus}', '--log_every=1', '--ckpt_every=4',
-            '--eval_every=40', '--keep_every=60', *more]
+    return ['--method=mu_centering', '--weight_tying', '--lr=3e-2', '--steps=240', *SMALL, f'--data={corpus}', '--log_every=1', '--ckpt_every=4',
+            '--eval_every=80', '--keep_every=120', *more]
 
 
 @pytest.fixture(scope='module')
@@ -147,7 +147,7 @@ def whole(corpus, tmp_path_factory):
 # ----------------------------------------------------------------------------------------------------------- kills, signals
 
 
-@pytest.mark.parametrize('dtype, kills, halves', [('float32', 14, 4), ('bfloat16', 6, 1)])
+@pytest.mark.parametrize('dtype, kills, halves', [('float32', 20, 5), ('bfloat16', 10, 2)])
 def test_killed_at_any_moment_and_started_again_ends_as_if_never_stopped(corpus, whole, tmp_path, dtype, kills, halves):
     """Kills as it starts, at random steps, and while the checkpoint is being written (`halves` of them must leave half a file)."""
     rng = np.random.RandomState(kills)
@@ -159,7 +159,7 @@ def test_killed_at_any_moment_and_started_again_ends_as_if_never_stopped(corpus,
         config, half = stamp(out / 'config.json'), stamp(out / 'ckpt.pt.tmp')
         started = process(train.main, flags, prepare=keep_checkpoint)
         if moment == 'start':
-            time.sleep(rng.uniform(0.1, 0.8))
+            time.sleep(rng.uniform(0, 0.05))
         elif moment == 'write':
             wait_until(lambda: stamp(out / 'ckpt.pt.tmp') not in (None, half), pause=0)
         else:
@@ -192,8 +192,373 @@ def signal_at_evaluation(number, which):
 def test_signals_during_evaluations_lose_nothing(corpus, whole, tmp_path):
     """One run: stopped in the first evaluation, in one on the way, twice in the final one, and warned in each."""
     flags, out = flags_of(corpus, '--dtype=float32', f'--out={tmp_path}/run'), tmp_path / 'run'
-    for number, which, status, step in ((signal.SIGTERM, 0, 143, 1), (signal.SIGINT, 0, 130, 41), (signal.SIGTERM, -1, 143, 120),
-                                        (signal.SIGINT, -1, 130, 120), (signal.SIGUSR1, -1, 0, 120)):
+    for number, which, status, step in ((signal.SIGTERM, 0, 143, 1), (signal.SIGINT, 0, 130, 81), (signal.SIGTERM, -1, 143, 240),
+                                        (signal.SIGINT, -1, 130, 240), (signal.SIGUSR1, -1, 0, 240)):
         finish(process(train.main, flags, stderr=tmp_path / 'stderr', prepare=functools.partial(signal_at_evaluation, number, which)), status)
         assert torch.load(out / 'ckpt.pt', weights_only=True)['step'] == step and (tmp_path / 'stderr').read_text() == ''
     assert_same(state_of(out), state_of(whole['float32']))
+
+
+# ------------------------------------------------------------------------------------------------ files, disks, two at once
+
+
+def test_a_file_is_the_old_or_the_new_wherever_the_writer_dies(tmp_path):
+    """A process that is gone half way through the content, before and after each fsync, and before and after the rename."""
+    path = str(tmp_path / 'file')
+    for death, left in (('half', b'old'), ('fsync 1', b'old'), ('replace', b'old'), ('fsync 2', b'new' * 1000), ('end', b'new' * 1000)):
+        with open(path, 'wb') as file:
+            file.write(b'old')
+        pid = os.fork()
+        if pid == 0:
+            fsync, replace, calls = os.fsync, os.replace, []
+
+            def die_at(name, real):
+                def call(*args):
+                    calls.append(name)
+                    if death in (name, f'{name} {calls.count(name)}'):
+                        os._exit(9)
+                    real(*args)
+                return call
+            os.fsync, os.replace = die_at('fsync', fsync), die_at('replace', replace)
+
+            def write(file):
+                file.write(b'new' * 500)
+                if death == 'half':
+                    file.flush()
+                    os._exit(9)
+                file.write(b'new' * 500)
+            common.write_atomic(path, write)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        assert open(path, 'rb').read() == left and set(os.listdir(tmp_path)) <= {'file', 'file.tmp'}, death
+
+
+def test_what_is_renamed_is_on_disk(tmp_path, monkeypatch):
+    """The power may go at any time: all of the new content has been synced when it takes its name, and then the name has."""
+    synced, fsync, replace = {}, os.fsync, os.replace
+    monkeypatch.setattr(os, 'fsync', lambda fd: (fsync(fd), synced.update({os.fstat(fd).st_ino: os.fstat(fd).st_size})))
+
+    def checked(a, b):
+        assert synced[os.stat(a).st_ino] == os.stat(a).st_size == 3000 and os.path.dirname(a) == os.path.dirname(b)
+        synced.clear()
+        replace(a, b)
+    monkeypatch.setattr(os, 'replace', checked)
+    common.write_atomic(str(tmp_path / 'file'), lambda file: file.write(b'new' * 1000))
+    assert list(synced) == [os.stat(tmp_path).st_ino]
+
+
+def one_line(path):
+    """The one line in a file of errors."""
+    text = open(path).read()
+    assert text.startswith('error: ') and text.count('\n') == 1, text
+    return text
+
+
+def test_a_full_disk_is_one_line_and_the_old_checkpoint_goes_on(corpus, whole, tmp_path):
+    """Full for the checkpoint, full half way through a line of the log, and each of the run's files in a folder that refuses it."""
+    flags, out, errors = flags_of(corpus, '--dtype=float32', f'--out={tmp_path}/run'), tmp_path / 'run', tmp_path / 'stderr'
+    finish(process(train.main, flags, stderr=errors, file_limit=100_000), 1)
+    assert f'cannot write {out}/ckpt.pt: File too large' in one_line(errors) and not (out / 'ckpt.pt').exists()
+    finish(process(train.main, flags, prepare=functools.partial(signal_at_evaluation, signal.SIGTERM, 1)), 143)
+    before = (out / 'ckpt.pt').read_bytes()
+    finish(process(train.main, flags, stderr=errors, file_limit=(out / 'log.jsonl').stat().st_size + 100), 1)
+    assert f'cannot write {out}/log.jsonl' in one_line(errors) and (out / 'ckpt.pt').read_bytes() == before
+    assert (out / 'log.jsonl').read_bytes()[-1:] != b'\n'  # half a line, which the next start takes away
+    finish(process(train.main, flags, stderr=errors, file_limit=100_000), 1)
+    assert f'cannot write {out}/ckpt.pt' in one_line(errors) and (out / 'ckpt.pt').read_bytes() == before
+    for name in ('ckpt.pt', 'config.json', 'log.jsonl', 'model_120.pt', 'model.pt', 'result.json'):
+        os.makedirs(out / f'{name}.tmp' / 'x')  # cannot be written, by root neither
+        finish(process(train.main, flags, stderr=errors), 1)
+        assert f'cannot write {out}/{name}' in one_line(errors)
+        shutil.rmtree(out / f'{name}.tmp')
+        torch.load(out / 'ckpt.pt', weights_only=True)
+    finish(process(train.main, flags, prepare=keep_checkpoint), 0)
+    assert_same(state_of(out), state_of(whole['float32']))
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='/proc and /dev/full are Linux')
+def test_folders_that_take_no_files_and_a_terminal_on_a_full_disk(corpus, tmp_path):
+    for main, argv in ((train.main, flags_of(corpus, '--out=/proc/self')), (prepare_fineweb.main, ['--source=stdlib', '--tokenizer=bytes', '--out=/proc/self'])):
+        finish(process(main, argv, stderr=tmp_path / 'stderr'), 1)
+        assert 'cannot write in the folder /proc/self' in one_line(tmp_path / 'stderr')
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run([sys.executable, 'train.py', *flags_of(corpus, f'--out={tmp_path}/run')], cwd=HERE, env=ENV, stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr == 'error: No space left on device: standard output\n'
+
+
+def prepare_flags(out, *more):
+    return ['--source=stdlib', '--tokenizer=bytes', f'--out={out}', '--val_tokens=50000', '--tokens=2e6', '--shard_tokens=70000', '--workers=1', *more]
+
+
+def folder_hash(folder, but=('.lock',)):
+    """What every file under a folder holds."""
+    found = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(str(folder)), '**', '*'), recursive=True, include_hidden=True)):
+        if os.path.isfile(path) and os.path.basename(path) not in but:
+            with open(path, 'rb') as file:
+                found[os.path.relpath(path, folder)] = hashlib.sha256(file.read()).hexdigest()
+    return found
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory):
+    """Shards made without a stop: their hashes."""
+    folder = tmp_path_factory.mktemp('prepared')
+    finish(process(prepare_fineweb.main, prepare_flags(folder)), 0)
+    return folder_hash(folder)
+
+
+def children(pid):
+    """The processes that `pid` has started (Linux)."""
+    try:
+        with open(f'/proc/{pid}/task/{pid}/children') as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+
+
+def gone(pid):
+    """Whether a process has ended, be it that nobody has asked after it."""
+    try:
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rsplit(')', 1)[1].split()[0] in 'ZX'
+    except OSError:
+        return True
+
+
+def test_prepare_killed_anywhere_leaves_whole_shards_and_goes_on(prepared, tmp_path):
+    """Kills at random and while a shard is being written, with one process and with several, which end with it."""
+    rng, out, half_written = np.random.RandomState(0), tmp_path / 'out', 0
+    def halves():
+        return {path: stamp(path) for path in glob.glob(f'{out}/*.bin.tmp')}
+    for kill in range(10):
+        before, shards = halves(), len(glob.glob(f'{out}/*.bin'))
+        started = process(prepare_fineweb.main, prepare_flags(out, *(['--workers=2'] if kill == 5 else [])))
+        if kill % 2:
+            wait_until(lambda: len(glob.glob(f'{out}/*.bin')) > shards + rng.randint(0, 2))
+            helpers = children(started.pid)
+        else:
+            wait_until(lambda: any(before.get(path) != found for path, found in halves().items()), pause=0)
+        started.kill()
+        finish(started, -signal.SIGKILL)
+        half_written += any(before.get(path) != found for path, found in halves().items())
+        assert kill != 5 or sys.platform != 'linux' or len(helpers) >= 2
+        if kill == 5:
+            wait_until(lambda: all(gone(helper) for helper in helpers))
+        for path in glob.glob(f'{out}/*.bin'):
+            data.read_shard(path)
+    assert half_written >= 2
+    finish(process(prepare_fineweb.main, prepare_flags(out)), 0)
+    assert folder_hash(out) == prepared
+
+
+def test_prepare_on_a_full_disk(prepared, tmp_path):
+    finish(process(prepare_fineweb.main, prepare_flags(tmp_path / 'out'), stderr=tmp_path / 'stderr', file_limit=120_000), 1)
+    assert 'cannot write' in one_line(tmp_path / 'stderr') and sorted(os.listdir(tmp_path / 'out')) == ['.lock', 'meta.json', 'stdlib_val_000000.bin']
+    finish(process(prepare_fineweb.main, prepare_flags(tmp_path / 'out')), 0)
+    assert folder_hash(tmp_path / 'out') == prepared
+
+
+def test_two_copies_in_one_folder(corpus, whole, prepared, tmp_path):
+    """At most one of them works, the others say so with 3 (or that it is done), and what comes out is the work of one."""
+    for main, flags in ((prepare_fineweb.main, prepare_flags(tmp_path / 'shards')), (train.main, flags_of(corpus, '--dtype=float32', f'--out={tmp_path}/run'))):
+        copies = [process(main, flags, stderr=tmp_path / f'stderr{i}', prepare=keep_checkpoint) for i in range(4)]
+        for copy in copies:
+            copy.join(120)
+        assert {0} <= {copy.exitcode for copy in copies} <= {0, 3}
+        for i, copy in enumerate(copies):
+            assert copy.exitcode == 0 or 'another process' in one_line(tmp_path / f'stderr{i}')
+    assert folder_hash(tmp_path / 'shards') == prepared
+    assert_same(state_of(tmp_path / 'run'), state_of(whole['float32']))
+    # another process that has worked there between the look at meta.json and the lock
+    flags = prepare_flags(tmp_path / 'shards', '--tokens=3e6')
+    finish(process(prepare_fineweb.main, flags, stderr=tmp_path / 'stderr', prepare=shard_added_before_the_lock), 3)
+    assert 'another process has just worked' in one_line(tmp_path / 'stderr')
+
+
+def shard_added_before_the_lock():
+    real = prepare_fineweb.make_folder
+
+    def make_folder(path):
+        real(path)
+        meta = common.read_json(os.path.join(path, 'meta.json'))
+        common.write_json(os.path.join(path, 'meta.json'), {**meta, 'documents': meta['documents'] + 1})
+    prepare_fineweb.make_folder = make_folder
+
+
+# -------------------------------------------------------------------------------------------------- any number of processes
+
+
+MESH = ('--size=tiny', '--n_layer=1', '--n_embd=16', '--block_size=16', '--batch_size=8', '--steps=5', '--log_every=1', '--lr=1e-2', '--eval_tokens=720',
+        '--test_tokens=720', '--eval_every=2', '--device=cpu', '--threads=1')
+CENTERED = ('--method=mu_centering', '--weight_tying', '--dtype=float64')
+REGULARISED = ('--method=mu_loss', '--lam=1000', '--dtype=float64')  # a lam that rules the gradient: counted once a micro-batch or a process it would show
+SINGLE = ('--method=mu_loss', '--lam=1', '--dtype=float32')
+
+
+def free_ports(n):
+    sockets = [socket.socket() for _ in range(n)]
+    for s in sockets:
+        s.bind(('127.0.0.1', 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def record(argv):
+    """
+    Runs of train.main one after another in this rank, which leaves of each what it saw, as rank<r>.pt in the run's folder:
+    the tokens of each step by micro-batch, the first step's gradients before they are clipped, the weights at the end.
+    """
+    clip, train_step = torch.nn.utils.clip_grad_norm_, train.train_step
+    for port, out, *flags in json.loads(argv[0]):
+        os.environ['MASTER_PORT'] = str(port)
+        seen = {'batches': []}
+
+        def recorded_step(model, raw_model, optimizer, batch, *more):
+            seen['batches'].append([tokens for tokens, _ in batch])
+            seen['weights'] = raw_model.state_dict()
+
+            def recorded_clip(parameters, *args):
+                parameters = list(parameters)
+                seen.setdefault('gradients', [p.grad.clone() for p in parameters])
+                return clip(parameters, *args)
+            torch.nn.utils.clip_grad_norm_ = recorded_clip
+            return train_step(model, raw_model, optimizer, batch, *more)
+        train.train_step = recorded_step
+        train.main([*flags, f'--out={out}'])
+        torch.save(seen, os.path.join(out, f'rank{os.environ["RANK"]}.pt'))
+
+
+def ranks(world, argv, main=record, stderr=os.devnull):
+    """Starts main(argv) in `world` processes that find each other, each with a stderr of its own; returns them."""
+    port = free_ports(1)[0]
+    return [process(main, argv, stderr=stderr if stderr == os.devnull else f'{stderr}{rank}',
+                    env={'RANK': str(rank), 'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)})
+            for rank in range(world)]
+
+
+@pytest.fixture(scope='module')
+def meshes(corpus, tmp_path_factory):
+    """The same runs by 1, 2 and 4 processes with two micro-batches each: (world, micro, name) -> its folder."""
+    folder, groups, found = tmp_path_factory.mktemp('meshes'), [], {}
+    for world, micros in ((1, (8, 2)), (2, (4, 1)), (4, (2, 1))):
+        runs = []
+        kinds = [(micro, name, flags) for micro in micros for name, flags in (('centered', CENTERED), ('regularised', REGULARISED), ('single', SINGLE))]
+        for (micro, name, flags), port in zip(kinds, free_ports(len(kinds))):
+            out = found[world, micro, name] = str(folder / f'{world}-{micro}-{name}')
+            runs.append([port, out, *MESH, *flags, f'--micro_batch_size={micro}', f'--data={corpus}'])
+        groups.append(ranks(world, [json.dumps(runs)], stderr=folder / f'stderr{world}-'))
+    for group in groups:
+        for rank in group:
+            finish(rank, 0)
+    return found
+
+
+def seen_by(folder, world):
+    return [torch.load(os.path.join(folder, f'rank{rank}.pt'), weights_only=True) for rank in range(world)]
+
+
+def test_any_number_of_processes_reads_the_same_batches_in_the_same_order(meshes, corpus):
+    expected = None
+    for (world, micro, _), folder in meshes.items():
+        seen = seen_by(folder, world)
+        assert all(len(part) == micro for rank in seen for step in rank['batches'] for part in step)
+        hashes = [[hashlib.sha256(row.numpy().tobytes()).hexdigest() for rank in seen for part in rank['batches'][step] for row in part] for step in range(5)]
+        assert all(len(set(step)) == 8 for step in hashes)
+        expected = expected or hashes
+        assert hashes == expected
+    windows = data.read_windows(data.load_shards(corpus, 'train'), 16, data.batch_windows(1, 3, 8, 5624), 257)
+    assert expected[3] == [hashlib.sha256(row[:-1].tobytes()).hexdigest() for row in windows]
+
+
+@pytest.mark.parametrize('name', ['centered', 'regularised'])
+def test_any_number_of_processes_has_the_same_losses_evaluations_and_weights(meshes, name):
+    """Five float64 steps: every value of the log (losses, statistics, evaluations) and every weight to 1e-10."""
+    def log(folder):
+        with open(os.path.join(folder, 'log.jsonl')) as file:
+            return [without_times(json.loads(line)) for line in file]
+    one = log(meshes[1, 8, name])
+    assert [e['step'] for e in one] == [0, 1, 2, 2, 3, 4, 4, 5, 5] and one[-1]['test_loss'] != one[0]['test_loss']
+    weights = seen_by(meshes[1, 8, name], 1)[0]['weights']
+    for (world, micro, other), folder in meshes.items():
+        if other == name:
+            for a, b in zip(one, log(folder), strict=True):
+                assert a == {k: pytest.approx(v, rel=1e-10, abs=1e-10) for k, v in b.items()}, (world, micro)
+            for key, value in seen_by(folder, world)[0]['weights'].items():
+                torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-10)
+
+
+def test_all_ranks_have_the_same_bits_and_centered_embeddings(meshes):
+    for (world, micro, name), folder in meshes.items():
+        first, *others = seen_by(folder, world)
+        for rank in others:
+            assert_same(rank['weights'], first['weights'])
+            assert_same(rank['gradients'], first['gradients'])
+        E = first['weights']['lm_head.weight']
+        assert (E.mean(dim=0).norm() <= torch.finfo(E.dtype).eps * E.norm()) == (name == 'centered'), (world, micro, name)
+
+
+def test_any_number_of_processes_has_the_same_gradients_to_fp32_summation(meshes, corpus):
+    """
+    However n terms x_i are summed, the sum is off by no more than (n - 1) u sum |x_i|, u = 2^-24 (Higham, Accuracy and
+    Stability, 4.2). Terms: the 128 tokens of the batch; magnitudes: what each sequence adds to the gradient, in float64.
+    """
+    config = common.read_json(os.path.join(meshes[1, 8, 'single'], 'config.json'))
+    torch.manual_seed(config['seed'])
+    gpt = GPT(gpt_config({**config, 'dtype': 'float64', 'logits_dtype': 'float64'})).double()
+    windows = torch.from_numpy(data.read_windows(data.load_shards(corpus, 'train'), 16, data.batch_windows(1, 0, 8, 5624), 257))
+    sums, magnitudes = ([torch.zeros_like(p) for p in gpt.parameters()] for _ in range(2))
+    for row in windows.split(1):
+        gpt.zero_grad()
+        (gpt(row[:, :-1], row[:, 1:])[0] / 8).backward()
+        for p, total, magnitude in zip(gpt.parameters(), sums, magnitudes):
+            total += p.grad
+            magnitude += p.grad.abs()
+    for (world, micro, name), folder in meshes.items():
+        if name == 'single':
+            for found, exact, magnitude in zip(seen_by(folder, world)[0]['gradients'], sums, magnitudes):
+                assert found.dtype == torch.float32
+                assert (found - exact).norm() <= 127 * 2.0 ** -24 * magnitude.norm(), (world, micro)
+
+
+def test_ranks_together_read_the_global_batch_once_each():
+    """For any seed, batch, number of processes, micro-batch and step: side by side the ranks' micro-batches are the global batch."""
+    rng = np.random.RandomState(1)
+    for _ in range(300):
+        world, micro, accumulation, n, seed, step = (int(rng.randint(1, hi)) for hi in (9, 5, 5, 500, 2**31, 1000))
+        B = world * micro * accumulation
+        read = [torch.from_numpy(data.batch_windows(seed, step, B, n, rank, world)).split(micro) for rank in range(world)]
+        assert all(len(part) == micro for rank in read for part in rank)
+        expected = data.batch_windows(seed, step, B, n)
+        assert torch.cat([part for rank in read for part in rank]).tolist() == expected.tolist() and len(expected) == B
+        # epochs end to end: window by window as if each step read one
+        assert expected.tolist() == [int(data.batch_windows(seed, step * B + i, 1, n)[0]) for i in range(B)]
+
+
+def test_a_rank_that_dies_ends_the_others_with_one_line(corpus, tmp_path):
+    for victim in (0, 1):
+        out = tmp_path / f'run{victim}'
+        group = ranks(2, [*flags_of(corpus), '--steps=100000', f'--out={out}'], main=train.one_process, stderr=tmp_path / 'stderr')
+        wait_until(lambda: (out / 'ckpt.pt').exists())
+        group[victim].kill()
+        finish(group[1 - victim], 1, seconds=20)
+        assert f'rank {1 - victim}: lost another process' in one_line(tmp_path / f'stderr{1 - victim}')
+        torch.load(out / 'ckpt.pt', weights_only=True)
+
+
+def test_what_goes_wrong_in_one_rank_alone_is_said_by_it(tmp_path):
+    """A token beyond the head in a window that rank 1 alone reads, past what is looked at before the start."""
+    tokens = np.arange(2**20 + 2**18) % 250
+    n = (len(tokens) - 1) // 32
+    step, window = next((step, w) for step in range(100) for w in data.batch_windows(1, step, 4, n, rank=1, world_size=2) if w * 32 > 2**20)
+    tokens[window * 32 + 16] = 60000
+    for split in ('train', 'val'):
+        data.write_shard(str(tmp_path / f'x_{split}_000000.bin'), tokens)
+    common.write_json(str(tmp_path / 'meta.json'), {'vocab_size': 257})
+    group = ranks(2, [*flags_of(tmp_path), '--steps=200', f'--out={tmp_path}/run'], main=train.one_process, stderr=tmp_path / 'stderr')
+    finish(group[1], 2)
+    finish(group[0], 1, seconds=20)
+    assert 'x_train_000000.bin: it has the token 60000' in one_line(tmp_path / 'stderr1') and 'lost another process' in one_line(tmp_path / 'stderr0')
