@@ -448,7 +448,9 @@ def main(argv=None):
         raw_model.compile_parts()
     model = raw_model
     if world_size > 1:
-        model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+        with warnings.catch_warnings():  # torch 2.13 has a new name for broadcast_buffers
+            warnings.simplefilter('ignore', FutureWarning)
+            model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True, broadcast_buffers=False)
     E = raw_model.E
 
     if master:
