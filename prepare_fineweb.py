@@ -210,6 +210,13 @@ def main(argv=None):
     encode = encode_bytes
     if args.source == 'pretokenized' and args.tokenizer != 'gpt2':
         die('--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
+    if args.source != 'pretokenized':
+        texts = stdlib_texts() if args.source == 'stdlib' else dataset_texts(args)
+        try:
+            first = list(itertools.islice(texts, 1))  # files that cannot be read are found before a folder is made
+        except (OSError, RuntimeError, ValueError) as error:
+            no_text(args, error)
+        texts = itertools.chain(first, texts)
     if args.source != 'pretokenized' and args.tokenizer == 'gpt2':
         encode = encode_gpt2
         try:
@@ -218,13 +225,6 @@ def main(argv=None):
             die(f"--tokenizer=gpt2: tiktoken could not load its ranks ({type(error).__name__}); "
                 "they are downloaded on first use. Without a network use --tokenizer=bytes", 1)
 
-    if args.source != 'pretokenized':
-        texts = stdlib_texts() if args.source == 'stdlib' else dataset_texts(args)
-        try:
-            first = list(itertools.islice(texts, 1))  # files that cannot be read are found before a folder is made
-        except (OSError, RuntimeError, ValueError) as error:
-            no_text(args, error)
-        texts = itertools.chain(first, texts)
     make_folder(args.out)
     lock = lock_folder(args.out)
     if stored_meta(args.out, settings, fresh) != meta:

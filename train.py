@@ -42,6 +42,7 @@ FREE = ('micro_batch_size', 'device', 'compile', 'ckpt_every', 'keep_every', 'wa
 def parser():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     whole, count, positive = number(0, integer=True), number(1, integer=True), number(above=0)
+    extent = number(1, below=2**16 + 1, integer=True)
     flag = argparse.BooleanOptionalAction
 
     g = p.add_argument_group('method (Sections 1 and 2 of the paper)')
@@ -52,10 +53,10 @@ def parser():
     g = p.add_argument_group('model (Appendix A)')
     g.add_argument('--size', default='16M', choices=SIZES, help='one of the published sizes, or tiny (Eq. 19; default 16M)')
     g.add_argument('--weight_tying', action=flag, default=False, help='one matrix for input and output embeddings (default no)')
-    g.add_argument('--n_layer', type=count, help='layers (default: from --size)')
-    g.add_argument('--n_embd', type=count, help='width H (default: from --size)')
-    g.add_argument('--n_head', type=count, help='attention heads (default: from --size)')
-    g.add_argument('--vocab_size', type=number(1, below=2**16 + 1, integer=True), help='rows V of the head (default 50304; tiny: what the data needs, rounded up to 64)')
+    g.add_argument('--n_layer', type=extent, help='layers (default: from --size)')
+    g.add_argument('--n_embd', type=extent, help='width H (default: from --size)')
+    g.add_argument('--n_head', type=extent, help='attention heads (default: from --size)')
+    g.add_argument('--vocab_size', type=extent, help='rows V of the head (default 50304; tiny: what the data needs, rounded up to 64)')
     g.add_argument('--block_size', type=count, default=2048, help='sequence length in tokens (default 2048)')
     g.add_argument('--rope_fraction', type=number(0, below=1.001), default=0.5,
                    help='share of each head that RoPE rotates (default 0.5, as the published runs had it)')
@@ -65,7 +66,7 @@ def parser():
     g.add_argument('--min_lr', type=number(0), default=1e-5, help='where the cosine ends (default 1e-5)')
     g.add_argument('--warmup', type=whole, help='steps of linear warm-up (default 5%% of --steps: 5,000 of 100,000)')
     g.add_argument('--steps', type=count, default=100_000, help='optimizer steps (default 100,000)')
-    g.add_argument('--batch_size', type=count, default=64, help='sequences in a step, all processes together (default 64)')
+    g.add_argument('--batch_size', type=extent, default=64, help='sequences in a step, all processes together (default 64)')
     g.add_argument('--beta1', type=number(0, below=1), default=0.9, help='AdamW β1 (default 0.9)')
     g.add_argument('--beta2', type=number(0, below=1), default=0.95, help='AdamW β2 (default 0.95)')
     g.add_argument('--eps', type=positive, default=1e-8, help='AdamW ε (default 1e-8)')
@@ -83,7 +84,7 @@ def parser():
     g.add_argument('--head', choices=['chunked', 'plain'], default='chunked',
                    help='chunked never holds tokens x vocabulary logits, plain does (default chunked)')
     g.add_argument('--compile', action=flag, help='torch.compile (default on cuda)')
-    g.add_argument('--threads', type=count, help='CPU threads of this process (default: what PyTorch chooses)')
+    g.add_argument('--threads', type=number(1, below=1025, integer=True), help='CPU threads of this process (default: what PyTorch chooses)')
     g.add_argument('--deterministic', action=flag, default=False, help='deterministic kernels, for bit-exact resume on a GPU')
 
     g = p.add_argument_group('data, output, logging')
@@ -165,6 +166,9 @@ def keep_freed_memory():
 
 def fill_in(args, device_type, world_size):
     """Fills in the settings that follow from others, and refuses combinations that cannot work."""
+    for key in ('data', 'out'):
+        if getattr(args, key) == '':
+            die(f'--{key}= is empty; should be a folder')
     for key in ('n_layer', 'n_embd', 'n_head'):
         setattr(args, key, getattr(args, key) or SIZES[args.size][key])
     args.dtype = args.dtype or ('bfloat16' if device_type == 'cuda' else 'float32')
