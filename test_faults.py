@@ -567,3 +567,315 @@ def test_what_goes_wrong_in_one_rank_alone_is_said_by_it(tmp_path):
     finish(group[1], 2)
     finish(group[0], 1, seconds=20)
     assert 'x_train_000000.bin: it has the token 60000' in one_line(tmp_path / 'stderr1') and 'lost another process' in one_line(tmp_path / 'stderr0')
+
+
+# --------------------------------------------------------------------------------------------------------------- bad input
+
+
+def expect_one_line(call, named, capsys):
+    """`call` ends with 2 and one line on stderr that names each of `named`."""
+    with pytest.raises(SystemExit) as stopped:
+        call()
+    error = capsys.readouterr().err
+    code = stopped.value.code
+    del stopped
+    gc.collect()  # the traceback holds main's frame, and that the folder lock
+    assert code == 2 and error.count('\n') == 1 and error.startswith('error: ') and all(name in error for name in named), error
+
+
+@pytest.fixture(scope='module')
+def bad(corpus, tmp_path_factory):
+    """A folder of folders and files that cannot be read, each named for what is wrong with it."""
+    root = tmp_path_factory.mktemp('bad')
+    shard, val = (open(f'{corpus}/stdlib_{split}_000000.bin', 'rb').read() for split in ('train', 'val'))
+    def header(*values, order='<i4'):
+        return np.array([*values] + [0] * (256 - len(values)), order).tobytes()
+    def folder(name, train=shard, val=val, meta=b'{"vocab_size": 257}'):
+        os.makedirs(root / name)
+        for file, content in (('x_train_000000.bin', train), ('x_val_000000.bin', val), ('meta.json', meta)):
+            if content == 'folder':
+                os.makedirs(root / name / file)
+            elif content == 'link':
+                os.symlink('/nowhere', root / name / file)
+            elif content is not None:
+                (root / name / file).write_bytes(content)
+    folder('empty', None, None, None)
+    folder('no_val', val=None)
+    folder('short', shard[:500])
+    folder('cut', shard[:-2])
+    folder('val_cut', val=val[:-1000])
+    folder('half_a_token', shard + b'x')
+    folder('magic', header(1, 1, 50000) + shard[1024:])
+    folder('big_endian', header(20240520, 1, 50000, order='>i4') + shard[1024:])
+    folder('version', header(20240520, 2, 50000) + shard[1024:])
+    folder('longer', header(20240520, 1, 60000) + shard[1024:])
+    folder('negative', header(20240520, 1, -5))
+    folder('beyond', shard[:-2] + b'\xff\x7f')
+    folder('few', header(20240520, 1, 3) + shard[1024:1030])
+    folder('none', header(20240520, 1, 0))
+    folder('shard_is_folder', 'folder')
+    folder('shard_is_link', 'link')
+    for name, meta in {'text': b'oops', 'size': b'{"vocab_size": "many"}', 'bool': b'{"vocab_size": true}', 'nan': b'{"vocab_size": NaN}', 'below': b'{"vocab_size": -1}',
+                       'above': b'{"vocab_size": 60000}', 'list': b'[257]', 'latin': b'{"vocab_size": 257, "name": "\xe9"}', 'deep': b'[' * 100_000, 'half': b'{"vocab_size": 2',
+                       'folder': 'folder'}.items():
+        folder(f'meta_{name}', meta=meta)
+    for name, content in {'a.doc': b'x', 'cut.jsonl': b'{"text": "a"}\n{"text":\n', 'words.jsonl': b'{"words": "x"}\n', 'number.jsonl': b'{"text": 5}\n', 'empty.jsonl': b'',
+                          'cut.parquet': b'PAR1', 'latin.txt': b'gr\xfc\xdfe'}.items():
+        (root / name).write_bytes(content)
+    done = {'source': 'stdlib', 'name': None, 'files': None, 'tokenizer': 'bytes', 'requested_val_tokens': 20000, 'shard_tokens': 50000, 'vocab_size': 257,
+            'documents': 1, 'within_document': 0, 'val_tokens': 20000, 'tokens': 50000, 'shards': 2, 'complete': True}
+    for name, meta in {'other': {**done, 'tokenizer': 'gpt2'}, 'less': {k: v for k, v in done.items() if k != 'tokens'}, 'typed': {**done, 'tokens': 'many'},
+                       'counted': {**done, 'shards': 5, 'tokens': 200000}, 'sign': {**done, 'documents': -1}}.items():
+        folder(f'prepared_{name}', meta=json.dumps(meta).encode())
+    folder('prepared_cut', shard[:-2], meta=json.dumps(done).encode())
+    folder('prepared_bare', meta=None)
+    common.write_json(str(root / 'other_run' / 'config.json') if os.makedirs(root / 'other_run') is None else '', {'lr': 7})
+    for name, text in CSV_BAD.items():
+        (root / f'{name}.csv').write_bytes(text if isinstance(text, bytes) else text.encode())
+    return root
+
+
+HEAD = 'method,size,weight_tying,lr,test_loss'
+CSV_BAD = {
+    'empty': '', 'mark': '\ufeff', 'semicolons': HEAD.replace(',', ';') + '\nbaseline;16M;0;0,1;3\n', 'tabs': HEAD.replace(',', '\t') + '\nbaseline\t16M\t0\t0.1\t3\n',
+    'headless': 'baseline,16M,0,0.1,3\n', 'no_loss': 'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n', 'no_runs': HEAD + '\n',
+    'lr_text': HEAD + '\nbaseline,16M,0,fast,3\n', 'lr_comma': HEAD + '\nbaseline,16M,0,"0,1",3\n', 'lr_nan': HEAD + '\nbaseline,16M,0,nan,3\n',
+    'lr_inf': HEAD + '\nbaseline,16M,0,inf,3\n', 'lr_zero': HEAD + '\nbaseline,16M,0,0,3\n', 'lr_below': HEAD + '\nbaseline,16M,0,-1,3\n',
+    'loss_empty': HEAD + '\nbaseline,16M,0,0.1,\n', 'loss_text': HEAD + '\nbaseline,16M,0,0.1,low\n', 'row_short': HEAD + '\nbaseline,16M,0\n',
+    'tying_2': HEAD + '\nbaseline,16M,2,0.1,3\n', 'tying_text': HEAD + '\nbaseline,16M,maybe,0.1,3\n', 'diverged_7': HEAD + ',diverged\nbaseline,16M,0,0.1,3,7\n',
+    'seed_text': HEAD + ',seed\nbaseline,16M,0,0.1,3,one\n', 'twice': HEAD + '\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n', 'open_quote': HEAD + '\n"baseline,16M,0,0.1,3\n',
+    'huge_cell': HEAD + '\n' + 'x' * 200_000 + ',16M,0,0.1,3\n', 'utf16': (HEAD + '\nbaseline,16M,0,0.1,3\n').encode('utf-16'), 'latin': (HEAD + '\nb\xe9,16M,0,0.1,3\n').encode('latin-1'),
+    'binary': bytes(range(256)) * 4}
+CSV_NAMES = {'lr_text': 'line 2: lr', 'lr_comma': 'line 2: lr', 'no_loss': 'test_loss', 'loss_text': 'line 2: test_loss', 'loss_empty': 'line 2: test_loss', 'row_short': 'line 2',
+             'tying_2': '0 or 1', 'diverged_7': '0 or 1', 'seed_text': 'seed', 'twice': 'twice', 'no_runs': 'no runs', 'lr_below': 'above 0'}
+
+BAD = [  # program, its flags, what the line must name
+    *(('train', flag.split(), names) for flag, *names in (
+        ('--method=mu_los', '--method', 'mu_loss'), ('--size=17M', '--size', '16M'), ('--lr=fast', '--lr', 'a number > 0'), ('--lr=-1', '--lr', '> 0'), ('--lr -1', '--lr'), ('--lr', '--lr'),
+        ('--lr=nan', '--lr'), ('--lr=0', '--lr'), ('--lr=inf', '--lr'), ('--lr=', '--lr'), ('--lr=1e38', '--lr', '< 1e+37'), ('--lr=0x1', '--lr'), ('--lam=-1', '--lam', '>= 0'),
+        ('--lam=nan', '--lam'), ('--method=weight_decay --lam=2', '--lam=2', 'at most 1'), ('--cap=0', '--cap'), ('--steps=0', '--steps', '>= 1'), ('--steps=1.5', '--steps', 'whole number'),
+        ('--steps=1e400', '--steps'), ('--seed=-1', '--seed'), ('--seed=4294967296', '--seed'), ('--beta1=-0.1', '--beta1'), ('--beta2=1', '--beta2', '< 1'), ('--eps=0', '--eps'),
+        ('--grad_clip=-1', '--grad_clip'), ('--batch_size=0', '--batch_size'), ('--batch_size=1e15', '--batch_size'), ('--n_layer=1e9', '--n_layer'), ('--n_embd=1e9', '--n_embd'),
+        ('--n_embd=30 --n_head=4', '--n_embd', '--n_head'), ('--block_size=1e9', '--block_size'), ('--rope_fraction=2', '--rope_fraction'), ('--rope_fraction=1.0005', '--rope_fraction'),
+        ('--vocab_size=0', '--vocab_size'), ('--vocab_size=100', '257', '--vocab_size'), ('--vocab_size=1e9', '--vocab_size'), ('--warmup=100 --steps=100', '--warmup', '--steps'),
+        ('--warmup=-1', '--warmup'), ('--min_lr=1 --lr=0.1', '--min_lr', '--lr'), ('--micro_batch_size=3', '--micro_batch_size', '4 sequences'), ('--eval_tokens=5', '--eval_tokens', '--block_size'),
+        ('--test_tokens=-1', '--test_tokens'), ('--log_every=0', '--log_every'), ('--keep_every=-1', '--keep_every'), ('--divergence_margin=0', '--divergence_margin'),
+        ('--threads=0', '--threads'), ('--threads=1e9', '--threads'), ('--device=tpu', '--device', 'cpu'), ('--device=cuda:0', '--device', 'cuda'), ('--dtype=float16', '--dtype', 'bfloat16'),
+        ('--dtype=float64 --logits_dtype=bfloat16', '--logits_dtype'), ('--head=fused', '--head', 'chunked'), ('--compile=yes', '--no-compile'), ('--weight_tying=true', '--weight_tying'),
+        ('--no-lr', 'did you mean --lr'), ('--stepz=5', 'did you mean --steps'), ('--learning_rate=1', 'unknown argument --learning_rate'), ('foo', 'unknown argument foo'), ('--wandb', '--wandb'),
+        ('--data=', '--data'), ('--out=', '--out'), ('--out=/dev/null/x', '/dev/null/x'), ('--out={bad}/a.doc', 'a.doc'), ('--out={bad}/other_run', 'lr=7', '--out'),
+        ('--data=/nowhere', '/nowhere', 'prepare_fineweb.py'), ('--data={bad}/a.doc', 'a.doc'))),
+    *(('train', ['--data={bad}/' + name], [f'{name}', *names]) for name, *names in (
+        ('empty', '*_train_*.bin'), ('no_val', '*_val_*.bin'), ('short', 'too short'), ('cut', 'cut short'), ('val_cut', 'x_val_000000.bin', 'cut short'), ('half_a_token', '50000'),
+        ('magic', '20240520'), ('big_endian', '20240520'), ('version', 'version 2', 'version 1'), ('longer', '60000'), ('negative', '-5'), ('beyond', 'token 32767', '--vocab_size'),
+        ('few', 'whole window', '--block_size'), ('none', 'whole window'), ('shard_is_folder', 'x_train_000000.bin'), ('shard_is_link', 'x_train_000000.bin'), ('meta_text', 'meta.json'),
+        ('meta_size', 'vocab_size', "'many'"), ('meta_bool', 'vocab_size', 'True'), ('meta_nan', 'vocab_size'), ('meta_below', 'vocab_size'), ('meta_list', 'meta.json', 'object'),
+        ('meta_latin', 'meta.json'), ('meta_deep', 'meta.json'), ('meta_half', 'meta.json'), ('meta_folder', 'meta.json'))),
+    ('train', ['--data={bad}/meta_above', '--vocab_size=50304'], ['60000']),
+    *(('prepare', flag.split(), names) for flag, *names in (
+        ('--source=web', '--source', 'stdlib'), ('--sorce=stdlib', 'did you mean --source'), ('--source=local', '--files'), ('--source=local --files=', '--files'), ('--source=stdlib --files=x', '--files'),
+        ('--source=stdlib --name=x', '--name'), ('--source=pretokenized --tokenizer=bytes', '--tokenizer'), ('--tokenizer=gpt3', '--tokenizer'), ('--tokens=0', '--tokens'), ('--tokens=many', '--tokens'),
+        ('--val_tokens=3e9', '--val_tokens'), ('--shard_tokens=3e9', '--shard_tokens'), ('--shard_tokens=-1', '--shard_tokens'), ('--workers=0', '--workers'), ('--workers=1e9', '--workers'))),
+    *(('prepare', ['--source=local', '--tokenizer=bytes', '--files=' + files], [files, *names]) for files, *names in (
+        ('/nowhere/*', 'no such files'), ('{bad}/a.doc', '.parquet'), ('{bad}/*.*', '.doc'), ('{bad}/words.jsonl', 'text column'), ('{bad}/number.jsonl', 'text column'), ('{bad}/cut.jsonl',),
+        ('{bad}/empty.jsonl',), ('{bad}/cut.parquet',), ('{bad}/latin.txt',))),
+    *(('prepare', ['--source=stdlib', '--tokenizer=bytes', '--val_tokens=20000', '--shard_tokens=50000', '--tokens=1e6', '--out=' + out], names) for out, *names in (
+        ('/dev/null/x', '/dev/null/x'), ('{bad}/a.doc', 'a.doc'), ('{bad}/meta_text', 'meta.json'), ('{bad}/meta_list', 'meta.json'), ('{bad}/prepared_other', "tokenizer='gpt2'"),
+        ('{bad}/prepared_less', 'tokens', 'meta.json'), ('{bad}/prepared_typed', "'many'"), ('{bad}/prepared_counted', '4 train shards'), ('{bad}/prepared_sign', 'documents'),
+        ('{bad}/prepared_cut', 'x_train_000000.bin'), ('{bad}/prepared_bare', 'no meta.json'))),
+    *(('analyze', flag.split(), names) for flag, *names in (
+        ('', '--results'), ('/nowhere', '/nowhere'), ('{bad}/empty', 'no finished run'), ('{bad}/other_run', 'no finished run'), ('--results=/nowhere.csv', '/nowhere.csv'),
+        ('--results={bad}', '--results'), ('{bad} --results={bad}/twice.csv', '--results'), ('--result=x.csv', 'did you mean --results'))),
+    *(('analyze', ['--results={bad}/' + name + '.csv'], [f'{name}.csv' if name != 'twice' else '', CSV_NAMES.get(name, '')]) for name in CSV_BAD),
+    *(('bench', flag.split(), names) for flag, *names in (
+        ('--sizes=17M', '17M', '16M'), ('--sizes=', '--sizes'), ('--methods=', '--methods'), ('--methods=baseline,mu', "'mu'", 'mu_loss'), ('--json=/nowhere/x.json', '--json'), ('--jsn=x', 'did you mean --json'),
+        ('--profile --trace=/nowhere/x', '--trace'), ('--profile --head', '--head'), ('--seconds=0', '--seconds'), ('--tokens=0', '--tokens'), ('--width=-1', '--width'), ('--device=tpu', '--device'),
+        ('--batch_size=4 --micro_batch_size=3', '--micro_batch_size'), ('--vocab_size=1e9', '--vocab_size'), ('--dtype=float64', '--dtype'), ('--peak_tflops=nan', '--peak_tflops'), ('x', 'x'))),
+]
+PROGRAMS = {'train': train.main, 'prepare': prepare_fineweb.main, 'analyze': analyze.main, 'bench': bench.main}
+FILES = {'train': 'train.py', 'prepare': 'prepare_fineweb.py', 'analyze': 'analyze.py', 'bench': 'bench.py'}
+
+
+def bad_command(program, flags, names, bad, corpus, out):
+    """The flags of a case in full, and what its line names."""
+    flags = [flag.replace('{bad}', str(bad)) for flag in flags]
+    if program == 'train':
+        flags = ['--steps=2', *SMALL, f'--data={corpus}', f'--out={out}', *flags]
+    elif program == 'prepare':
+        flags = [f'--out={out}', '--workers=1', *flags]
+    elif program == 'analyze':
+        flags = [f'--out={out}', *flags]
+    return flags, [name.replace('{bad}', str(bad)) for name in names]
+
+
+def test_there_are_enough_cases_and_no_two_are_the_same():
+    commands = [(program, *flags) for program, flags, _ in BAD]
+    assert len(set(commands)) == len(commands) >= 100 and {program for program, *_ in commands} == set(PROGRAMS)
+
+
+def snapshot(folder):
+    """When everything in a folder was last written."""
+    return {path: os.lstat(path).st_mtime_ns for path in glob.glob(os.path.join(glob.escape(str(folder)), '**'), recursive=True, include_hidden=True)}
+
+
+@pytest.fixture(scope='module')
+def untouched(bad):
+    return snapshot(bad)
+
+
+@pytest.mark.parametrize('program, flags, names', BAD, ids=[f'{program} {" ".join(flags)}' for program, flags, _ in BAD])
+def test_bad_input_is_one_line(program, flags, names, bad, untouched, corpus, tmp_path, capsys):
+    flags, names = bad_command(program, flags, names, bad, corpus, tmp_path / 'out')
+    expect_one_line(lambda: PROGRAMS[program](flags), names, capsys)
+    assert os.listdir(tmp_path) == [] and snapshot(bad) == untouched
+
+
+def test_bad_input_as_a_user_sees_it(bad, untouched, corpus, tmp_path):
+    """A case of each kind as a real process."""
+    chosen = ('train --stepz=5', 'train --data={bad}/cut', 'train --out={bad}/other_run', 'train --data={bad}/meta_deep', 'prepare --val_tokens=3e9', 'prepare --source=local --files=',
+              'prepare --source=local --tokenizer=bytes --files={bad}/cut.parquet', 'analyze --results={bad}/semicolons.csv', 'analyze /nowhere', 'bench --sizes=17M')
+    cases = [case for case in BAD if ' '.join((case[0], *case[1])) in chosen]
+    assert len(cases) == len(chosen) == 10
+    running = []
+    for i, (program, flags, names) in enumerate(cases):
+        flags, names = bad_command(program, flags, names, bad, corpus, tmp_path / 'out')
+        running.append((names, subprocess.Popen([sys.executable, FILES[program], *flags], cwd=HERE, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)))
+        if i % 2:  # two at a time
+            for names, done in running[-2:]:
+                error = done.communicate(timeout=120)[1]
+                assert done.returncode == 2 and error.startswith('error: ') and error.count('\n') == 1 and all(name in error for name in names), error
+    for env in ({'RANK': 'one'}, {'RANK': '2', 'WORLD_SIZE': '2'}, {'RANK': '0', 'WORLD_SIZE': '2'}):
+        finish(process(train.main, flags_of(corpus, f'--out={tmp_path}/out'), stderr=tmp_path / 'stderr', env=env), 2)
+        assert 'torchrun' in one_line(tmp_path / 'stderr')
+        os.unlink(tmp_path / 'stderr')
+    assert os.listdir(tmp_path) == [] and snapshot(bad) == untouched
+
+
+@pytest.fixture(scope='module')
+def checkpoints(corpus, tmp_path_factory):
+    """Folders of runs that were stopped in their first step: one that is gone on with below, and others like it."""
+    folder = tmp_path_factory.mktemp('checkpoints')
+    flags = [*flags_of(corpus), '--eval_every=0', '--keep_every=0']
+    runs = {'this': [], 'method': ['--method=mu_loss'], 'tying': ['--no-weight_tying'], 'size': ['--n_embd=16'], 'seed': ['--seed=2']}
+    started = [process(train.main, [*flags, *more, f'--out={folder}/{name}'], prepare=functools.partial(signal_at_evaluation, signal.SIGTERM, 0)) for name, more in runs.items()]
+    for run in started:
+        finish(run, 143)
+    return folder, flags
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f'touch {self.path}',)
+
+
+def damaged_checkpoints(folder, tmp_path):
+    """(name, content of ckpt.pt, what the line must name)"""
+    this = (folder / 'this' / 'ckpt.pt').read_bytes()
+    for name, named in (('method', 'method='), ('tying', 'weight_tying='), ('size', 'n_embd='), ('seed', 'seed=')):
+        yield name, (folder / name / 'ckpt.pt').read_bytes(), named
+    for name, content in {'empty': b'', 'text': b'not a checkpoint', 'cut': this[:len(this) // 2], 'zip': b'PK\x05\x06' + bytes(18), 'one byte less': this[:-1]}.items():
+        yield name, content, 'not a whole checkpoint'
+    middle = len(this) // 2
+    yield 'one bit', this[:middle] + bytes([this[middle] ^ 16]) + this[middle + 1:], 'not a whole checkpoint'
+    path = str(tmp_path / 'made.pt')
+    parts = torch.load(folder / 'this' / 'ckpt.pt', weights_only=True)
+    for name, value, named in (('code', Evil(tmp_path / 'pwned'), 'not a whole checkpoint'), ('code inside', {**parts, 'counters': Evil(tmp_path / 'pwned')}, 'not a whole checkpoint'),
+                               ('list', [1, 2], 'not a whole checkpoint'), ('model only', {k: parts[k] for k in ('model', 'step', 'config')}, 'optimizer'),
+                               ('step text', {**parts, 'step': 'one'}, 'not what train.py writes'), ('step beyond', {**parts, 'step': 241}, 'step 241'),
+                               ('step below', {**parts, 'step': -3}, 'step -3'), ('counters', {**parts, 'counters': {'elapsed': 0.0}}, 'counters elapsed'),
+                               ('weights', {**parts, 'model': {'x': torch.ones(3)}}, 'not a checkpoint of this run'),
+                               ('optimizer', {**parts, 'optimizer': {'state': {}, 'param_groups': []}}, 'not a checkpoint of this run'),
+                               ('optimizer text', {**parts, 'optimizer': {'state': 'x', 'param_groups': 7}}, 'not a checkpoint of this run'),
+                               ('config', {**parts, 'config': {}}, 'method=None')):
+        torch.save(value, path)
+        yield name, open(path, 'rb').read(), named
+    import pickle
+    yield 'bare pickle', pickle.dumps(Evil(tmp_path / 'pwned')), 'not a whole checkpoint'
+
+
+def test_checkpoints_of_other_runs_damaged_ones_and_ones_that_would_run_code(checkpoints, tmp_path, capsys):
+    folder, flags = checkpoints
+    out = tmp_path / 'run'
+    shutil.copytree(folder / 'this', out)
+    cases = list(damaged_checkpoints(folder, tmp_path))
+    assert len(cases) >= 20
+    for name, content, named in cases:
+        (out / 'ckpt.pt').write_bytes(content)
+        before = snapshot(out), folder_hash(out)
+        expect_one_line(lambda: train.main([*flags, f'--out={out}']), ['ckpt.pt', named], capsys)
+        assert (snapshot(out), folder_hash(out)) == before and not (tmp_path / 'pwned').exists(), name
+    shutil.copy(folder / 'this' / 'ckpt.pt', out / 'ckpt.pt')
+    for name, content in {'config.json': b'{', 'result.json': b'[]'}.items():
+        whole = (out / name).read_bytes() if (out / name).exists() else None
+        (out / name).write_bytes(content)
+        expect_one_line(lambda: train.main([*flags, f'--out={out}']), [name], capsys)
+        os.unlink(out / name) if whole is None else (out / name).write_bytes(whole)
+    # a log in which all sorts of things stand does not stop the run
+    lines = (out / 'log.jsonl').read_bytes()
+    (out / 'log.jsonl').write_bytes(lines + b'5\n[]\n{"loss": 1}\n\xff\xfe\n{"step": "x"}\n{"step": 2, "lo')
+    assert train.main([*flags, f'--out={out}']) == 0
+    assert (out / 'log.jsonl').read_bytes().startswith(lines) and (out / 'log.jsonl').read_bytes().count(b'\n') == 242
+
+
+def test_a_model_that_would_run_code_is_not_analyzed(checkpoints, tmp_path, capsys):
+    folder, _ = checkpoints
+    run = tmp_path / 'sweep' / 'run'
+    shutil.copytree(folder / 'this', run)
+    common.write_json(str(run / 'result.json'), {'method': 'baseline', 'size': 'tiny', 'weight_tying': 0, 'lr': 0.1, 'test_loss': 3.0})
+    for content in (Evil(tmp_path / 'pwned'), {'model': Evil(tmp_path / 'pwned')}):
+        torch.save(content, run / 'model.pt')
+        expect_one_line(lambda: analyze.main([str(tmp_path / 'sweep'), f'--out={tmp_path}/out']), ['model.pt'], capsys)
+        assert not (tmp_path / 'pwned').exists()
+
+
+def test_nothing_here_can_run_what_a_file_says():
+    """No eval, exec, os.system, shell=True or pickle in the programs, and every torch.load is told weights_only=True."""
+    loads = 0
+    for path in glob.glob(os.path.join(HERE, '*.py')):
+        if os.path.basename(path).startswith('test_'):
+            continue
+        for node in ast.walk(ast.parse(open(path, encoding='utf-8').read())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [a.name for a in node.names] + [getattr(node, 'module', None)]
+                assert not {'pickle', 'marshal', 'shelve', 'dill', 'yaml'} & set(names), path
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert name not in ('eval', 'exec', 'os.system', 'os.popen', 'compile') and 'shell' not in keywords and keywords.get('allow_pickle') != 'True', (path, name)
+                if name.endswith('torch.load'):
+                    loads += 1
+                    assert keywords.get('weights_only') == 'True', path
+    assert loads >= 2
+    assert not any(word in open(os.path.join(HERE, 'sweep.sh')).read().split() for word in ('eval', 'source'))
+
+
+def test_names_in_a_csv_are_no_paths_and_no_html(tmp_path):
+    """Runs named <script> and ../../x are data: nothing is written but in the output folder, and no HTML has a tag of theirs."""
+    rows = [(method, size, lr, 3 + i / 10) for method in ('<script>alert(1)</script>', '../../x', '"><img src=x onerror=alert(1)>', '$(touch pwned)')
+            for size in ('../../y', '<b>16M') for i, lr in enumerate((0.1, 0.3))]
+    os.makedirs(tmp_path / 'a' / 'b')
+    with open(tmp_path / 'a' / 'r.csv', 'w', newline='') as file:
+        csv.writer(file).writerows([HEAD.split(','), *((method, size, 0, lr, loss) for method, size, lr, loss in rows)])
+    before = set(glob.glob(f'{tmp_path}/**', recursive=True)) | set(os.listdir(HERE))
+    assert analyze.main([f'--results={tmp_path}/a/r.csv', f'--out={tmp_path}/a/b/out']) == 0
+    new = (set(glob.glob(f'{tmp_path}/**', recursive=True)) | set(os.listdir(HERE))) - before
+    assert new and all(path.startswith(f'{tmp_path}/a/b/out') for path in new)
+    for path in new:
+        if path.endswith(('.html', '.svg')):
+            text = open(path, encoding='utf-8').read()
+            assert '<script>alert' not in text and '<img src=x' not in text and '<b>16M' not in text
+
+
+def test_a_learning_rate_without_sense_keeps_finite_weights(corpus, tmp_path, recwarn):
+    """As far as --lr goes, in fp32 and with bf16 logits: the run ends with `diverged` and the step, without a word on stderr."""
+    for lr, method, dtype in (('9e36', 'mu_centering', 'float32'), ('1e30', 'weight_decay', 'bfloat16'), ('1e10', 'soft_capping', 'float32'), ('9e36', 'z_loss', 'float64')):
+        out = tmp_path / f'{method}{lr}'
+        flags = [*flags_of(corpus)[2:], f'--method={method}', f'--lr={lr}', '--lam=1', '--warmup=0', '--steps=30', f'--dtype={dtype}', f'--out={out}']
+        finish(process(train.main, flags, stderr=tmp_path / 'stderr'), 0)
+        result = common.read_json(str(out / 'result.json'))
+        model = torch.load(out / 'model.pt', weights_only=True)
+        assert (tmp_path / 'stderr').read_text() == '' and all(bool(torch.isfinite(w).all()) for w in model['model'].values()), method
+        assert result['diverged'] == 1 and 0 < result['diverged_step'] <= 30 and not (out / 'ckpt.pt').exists()
