@@ -629,7 +629,8 @@ def bad(corpus, tmp_path_factory):
         folder(f'prepared_{name}', meta=json.dumps(meta).encode())
     folder('prepared_cut', shard[:-2], meta=json.dumps(done).encode())
     folder('prepared_bare', meta=None)
-    common.write_json(str(root / 'other_run' / 'config.json') if os.makedirs(root / 'other_run') is None else '', {'lr': 7})
+    os.makedirs(root / 'other_run')
+    common.write_json(str(root / 'other_run' / 'config.json'), {'lr': 7})
     for name, text in CSV_BAD.items():
         (root / f'{name}.csv').write_bytes(text if isinstance(text, bytes) else text.encode())
     return root
@@ -652,7 +653,7 @@ CSV_NAMES = {'lr_text': 'line 2: lr', 'lr_comma': 'line 2: lr', 'no_loss': 'test
 BAD = [  # program, its flags, what the line must name
     *(('train', flag.split(), names) for flag, *names in (
         ('--method=mu_los', '--method', 'mu_loss'), ('--size=17M', '--size', '16M'), ('--lr=fast', '--lr', 'a number > 0'), ('--lr=-1', '--lr', '> 0'), ('--lr -1', '--lr'), ('--lr', '--lr'),
-        ('--lr=nan', '--lr'), ('--lr=0', '--lr'), ('--lr=inf', '--lr'), ('--lr=', '--lr'), ('--lr=1e38', '--lr', '< 1e+37'), ('--lr=0x1', '--lr'), ('--lam=-1', '--lam', '>= 0'),
+        ('--lr=nan', '--lr'), ('--lr=0', '--lr'), ('--lr=inf', '--lr'), ('--lr=', '--lr'), ('--lr=1e38', '--lr', '< 1e+33'), ('--lr=0x1', '--lr'), ('--lam=-1', '--lam', '>= 0'),
         ('--lam=nan', '--lam'), ('--method=weight_decay --lam=2', '--lam=2', 'at most 1'), ('--cap=0', '--cap'), ('--steps=0', '--steps', '>= 1'), ('--steps=1.5', '--steps', 'whole number'),
         ('--steps=1e400', '--steps'), ('--seed=-1', '--seed'), ('--seed=4294967296', '--seed'), ('--beta1=-0.1', '--beta1'), ('--beta2=1', '--beta2', '< 1'), ('--eps=0', '--eps'),
         ('--grad_clip=-1', '--grad_clip'), ('--batch_size=0', '--batch_size'), ('--batch_size=1e15', '--batch_size'), ('--n_layer=1e9', '--n_layer'), ('--n_embd=1e9', '--n_embd'),
@@ -663,7 +664,7 @@ BAD = [  # program, its flags, what the line must name
         ('--threads=0', '--threads'), ('--threads=1e9', '--threads'), ('--device=tpu', '--device', 'cpu'), ('--device=cuda:0', '--device', 'cuda'), ('--dtype=float16', '--dtype', 'bfloat16'),
         ('--dtype=float64 --logits_dtype=bfloat16', '--logits_dtype'), ('--head=fused', '--head', 'chunked'), ('--compile=yes', '--no-compile'), ('--weight_tying=true', '--weight_tying'),
         ('--no-lr', 'did you mean --lr'), ('--stepz=5', 'did you mean --steps'), ('--learning_rate=1', 'unknown argument --learning_rate'), ('foo', 'unknown argument foo'), ('--wandb', '--wandb'),
-        ('--data=', '--data'), ('--out=', '--out'), ('--out=/dev/null/x', '/dev/null/x'), ('--out={bad}/a.doc', 'a.doc'), ('--out={bad}/other_run', 'lr=7', '--out'),
+        ('--data=', '--data'), ('--out=', '--out'), ('--out=/dev/null/x', '/dev/null/x'), ('--out={bad}/a.doc', 'a.doc'), ('--out={bad}/other_run', 'method=None', '--out'),
         ('--data=/nowhere', '/nowhere', 'prepare_fineweb.py'), ('--data={bad}/a.doc', 'a.doc'))),
     *(('train', ['--data={bad}/' + name], [f'{name}', *names]) for name, *names in (
         ('empty', '*_train_*.bin'), ('no_val', '*_val_*.bin'), ('short', 'too short'), ('cut', 'cut short'), ('val_cut', 'x_val_000000.bin', 'cut short'), ('half_a_token', '50000'),
@@ -869,9 +870,9 @@ def test_names_in_a_csv_are_no_paths_and_no_html(tmp_path):
             assert '<script>alert' not in text and '<img src=x' not in text and '<b>16M' not in text
 
 
-def test_a_learning_rate_without_sense_keeps_finite_weights(corpus, tmp_path, recwarn):
+def test_a_learning_rate_without_sense_keeps_finite_weights(corpus, tmp_path):
     """As far as --lr goes, in fp32 and with bf16 logits: the run ends with `diverged` and the step, without a word on stderr."""
-    for lr, method, dtype in (('9e36', 'mu_centering', 'float32'), ('1e30', 'weight_decay', 'bfloat16'), ('1e10', 'soft_capping', 'float32'), ('9e36', 'z_loss', 'float64')):
+    for lr, method, dtype in (('9e32', 'mu_centering', 'float32'), ('1e30', 'weight_decay', 'bfloat16'), ('1e10', 'soft_capping', 'float32'), ('9e32', 'z_loss', 'float64')):
         out = tmp_path / f'{method}{lr}'
         flags = [*flags_of(corpus)[2:], f'--method={method}', f'--lr={lr}', '--lam=1', '--warmup=0', '--steps=30', f'--dtype={dtype}', f'--out={out}']
         finish(process(train.main, flags, stderr=tmp_path / 'stderr'), 0)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from contextlib import nullcontext
 
 import torch
@@ -62,7 +63,7 @@ def parser():
                    help='share of each head that RoPE rotates (default 0.5, as the published runs had it)')
 
     g = p.add_argument_group('optimization (Appendix A)')
-    g.add_argument('--lr', type=number(above=0, below=1e37), default=3e-3, help='peak learning rate η (Eq. 18; default 3e-3)')
+    g.add_argument('--lr', type=number(above=0, below=1e33), default=3e-3, help='peak learning rate η (Eq. 18; default 3e-3)')
     g.add_argument('--min_lr', type=number(0), default=1e-5, help='where the cosine ends (default 1e-5)')
     g.add_argument('--warmup', type=whole, help='steps of linear warm-up (default 5%% of --steps: 5,000 of 100,000)')
     g.add_argument('--steps', type=count, default=100_000, help='optimizer steps (default 100,000)')
@@ -256,6 +257,9 @@ def check_settings(where, before, settings):
 def load_checkpoint(path):
     """A checkpoint dict, tensors on the CPU; nothing in the file is executed. Exits with 2 where it is not whole."""
     try:
+        with zipfile.ZipFile(path) as archive:  # torch writes checksums, but does not look at them
+            if archive.testzip():
+                raise ValueError(f'{archive.testzip()} is damaged')
         with warnings.catch_warnings():  # torch warns of an odd pickle before it refuses it; one line is enough
             warnings.simplefilter('ignore')
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
