@@ -178,14 +178,15 @@ set -m
 plan | xargs -0 -n 7 -P "$JOBS" $slot bash -c 'run_one "$@"' sweep &
 set +m
 runs=$(jobs -p) stopped=0
-for signal in INT TERM HUP; do trap "stopped=1; kill -s ${signal/HUP/TERM} -- -$runs" $signal; done
+trap 'stopped=130; kill -INT -- -"$runs"' INT
+trap 'stopped=143; kill -TERM -- -"$runs"' TERM HUP
 while wait; [ $? -gt 128 ] && kill -0 -- -"$runs" 2>/dev/null; do :; done
-for ((i = 0; stopped && i < 300; i++)); do kill -0 -- -"$runs" 2>/dev/null || break; sleep 0.2; done  # until they have saved
+for ((i = 0; stopped > 0 && i < 300; i++)); do kill -0 -- -"$runs" 2>/dev/null || break; sleep 0.2; done  # until they have saved
 trap - INT TERM HUP
-if [ -f "$INTERRUPTED" ] || [ "$stopped" = 1 ]; then
+if [ -f "$INTERRUPTED" ] || [ "$stopped" -gt 0 ]; then
   rm -f "$INTERRUPTED"
   echo "stopped; bash sweep.sh $GRID goes on" >&2
-  exit 130
+  exit $((stopped > 0 ? stopped : 130))
 fi
 
 python analyze.py "$OUT"

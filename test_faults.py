@@ -880,3 +880,174 @@ def test_a_learning_rate_without_sense_keeps_finite_weights(corpus, tmp_path):
         model = torch.load(out / 'model.pt', weights_only=True)
         assert (tmp_path / 'stderr').read_text() == '' and all(bool(torch.isfinite(w).all()) for w in model['model'].values()), method
         assert result['diverged'] == 1 and 0 < result['diverged_step'] <= 30 and not (out / 'ckpt.pt').exists()
+
+
+# ------------------------------------------------------------------------------------------------------------------ sweeps
+
+
+FAKE_TRAIN = '''
+import json, os, signal, sys, time
+sys.path.insert(0, {here!r})
+import common
+flags = dict(flag[2:].split('=', 1) for flag in sys.argv[1:] if '=' in flag)
+out = flags['out']
+common.make_folder(out)
+lock = common.lock_folder(out)
+if not os.path.exists(out + '/result.json'):
+    log = out + '/log.jsonl'
+    step = len(open(log).readlines()) if os.path.exists(log) else 0
+    with open({folder!r} + '/started', 'a') as file:
+        file.write(os.path.basename(out) + ' ' + str(step) + '\\n')
+    if os.path.exists({folder!r} + '/broken') and os.path.basename(out) in open({folder!r} + '/broken').read():
+        sys.exit('oh no')
+    common.write_json(out + '/config.json', {{**flags, 'steps': 10}})
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    while step < 10:
+        time.sleep(0.05)
+        step += 1
+        with open(log, 'a') as file:
+            file.write(json.dumps({{'step': step, 'loss': 1.0, 'elapsed': 100.0 * step}}) + '\\n')
+        if stop:
+            time.sleep(0.3)  # saving takes its time
+            sys.exit(143)
+    common.write_json(out + '/result.json', {{'steps': 10}})
+'''
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """
+    start(**environment) starts sweep.sh on 10 runs of half a second each: a training that locks, logs, resumes and saves as
+    train.py does, without torch; an analysis that does nothing. Every start of a run is a line in tmp_path/started.
+    """
+    os.makedirs(tmp_path / 'bin')
+    (tmp_path / 'train.py').write_text(FAKE_TRAIN.format(here=HERE, folder=str(tmp_path)))
+    (tmp_path / 'bin' / 'python').write_text(f'#!/bin/sh\ncase $1 in train.py) shift; exec {sys.executable} {tmp_path}/train.py "$@" ;; '
+                                             f'analyze.py) exit 0 ;; *) exec {sys.executable} "$@" ;; esac\n')
+    (tmp_path / 'bin' / 'python').chmod(0o755)
+    env = {**ENV, 'PATH': f'{tmp_path}/bin{os.pathsep}{ENV["PATH"]}', 'OUT': f'{tmp_path}/out', 'DATA': str(tmp_path), 'METHODS': 'baseline mu_centering', 'TYING': 'untied',
+           'LRS': '1e-3 3e-3 1e-2 3e-2 1e-1', 'JOBS': '2', 'RETRIES': '0', 'NPROC': '1'}
+
+    def start(grid='demo', **more):
+        return subprocess.Popen(['bash', os.path.join(HERE, 'sweep.sh'), *grid.split()], env={**env, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                start_new_session=True)
+    return start
+
+
+def end(started, status):
+    out, error = started.communicate(timeout=120)
+    assert started.returncode == status, out + error
+    return out, error
+
+
+def results(out):
+    return {path: os.stat(path).st_mtime_ns for path in glob.glob(f'{glob.escape(str(out))}/*/result.json')}
+
+
+def assert_each_ran_once(tmp_path, out, after=0):
+    """All ten runs are done, each of their steps was made once, and none was started twice (after so many starts)."""
+    assert len(results(out)) == 10
+    for path in results(out):
+        with open(os.path.join(os.path.dirname(path), 'log.jsonl')) as log:
+            assert [json.loads(line)['step'] for line in log] == list(range(1, 11)), path
+    begun = [line.split()[0] for line in open(tmp_path / 'started')][after:]
+    assert len(begun) == len(set(begun))
+
+
+def test_a_sweep_that_is_killed_goes_on_and_two_share_its_runs(sweep, tmp_path):
+    out = tmp_path / 'out'
+    first = sweep()
+    wait_until(lambda: len(results(out)) >= 2)
+    time.sleep(0.2)
+    if sys.platform == 'linux':  # all of it at once, as a machine that goes away; elsewhere its runs live on and share the work
+        for child in children(first.pid):
+            os.killpg(os.getpgid(child), signal.SIGKILL)
+    first.kill()
+    first.communicate()
+    before, starts = results(out), len(open(tmp_path / 'started').readlines())
+    assert 2 <= len(before) < 10
+    both = [sweep(), sweep()]
+    for one in both:
+        end(one, 0)
+    assert before.items() <= results(out).items()
+    assert_each_ran_once(tmp_path, out, after=starts)
+    begun = open(tmp_path / 'started').read()
+    assert '10 of them done' in end(sweep(), 0)[0] and open(tmp_path / 'started').read() == begun
+
+
+def test_a_sweep_whose_script_alone_is_killed_shares_with_what_it_left(sweep, tmp_path):
+    first = sweep()
+    wait_until(lambda: len(results(tmp_path / 'out')) >= 1)
+    first.kill()  # its runs go on
+    end(sweep(), 0)
+    wait_until(lambda: len(results(tmp_path / 'out')) == 10)
+    assert_each_ran_once(tmp_path, tmp_path / 'out')
+    first.communicate()
+
+
+def test_a_signal_to_a_sweep_saves_all_its_runs(sweep, tmp_path):
+    first = sweep()
+    wait_until(lambda: len(results(tmp_path / 'out')) >= 2)
+    time.sleep(0.2)
+    first.terminate()
+    assert 'goes on' in end(first, 143)[1]
+    done, logs = len(results(tmp_path / 'out')), folder_hash(tmp_path / 'out')
+    assert done < 10 and f'{done} done, 0 running, {10 - done} waiting, 0 failed' in end(sweep('status'), 0)[0]
+    time.sleep(0.3)
+    assert folder_hash(tmp_path / 'out') == logs  # nobody is left at work
+    starts = len(open(tmp_path / 'started').readlines())
+    end(sweep(), 0)
+    assert_each_ran_once(tmp_path, tmp_path / 'out', after=starts)
+
+
+def test_status_and_retries(sweep, tmp_path):
+    broken = 'tiny-untied-mu_centering-lr0.001-s1'
+    (tmp_path / 'broken').write_text(broken)
+    first = sweep(RETRIES='2')
+    wait_until(lambda: results(tmp_path / 'out'))
+    states, states_error = end(sweep('status'), 0)
+    found = dict(zip(('done', 'running', 'waiting', 'failed'), map(int, states.split(': ', 1)[1].split('about')[0].replace(',', '').split()[2::2])))
+    assert states.startswith(f'{tmp_path}/out: 10 runs, ') and sum(found.values()) == 10 and found['done'] >= 1 and found['running'] >= 1 and found['waiting'] >= 1, states
+    assert states.count('\n  running tiny-untied-') == found['running'] and ' of 10' in states and states_error == ''
+    left = int(states.split('about ')[1].split()[0])  # a run says that it takes 1,000 s
+    assert 1000 * found['waiting'] / found['running'] <= left <= 1000 * (found['waiting'] / found['running'] + 1)
+    out, error = end(first, 1)
+    assert open(tmp_path / 'started').read().count(broken) == 3 and f'{broken}: FAILED with status 1: oh no' in out and error.splitlines()[1:] == [broken]
+    assert '9 done, 0 running, 0 waiting, 1 failed' in end(sweep('status'), 0)[0] and f'failed {broken}' in end(sweep('status'), 0)[0]
+    (tmp_path / 'broken').unlink()
+    end(sweep(), 0)
+    assert '10 runs, 10 done, 0 running, 0 waiting, 0 failed, about 0 s left' in end(sweep('status'), 0)[0]
+
+
+def test_what_is_in_a_sweeps_variables_is_data(sweep, tmp_path):
+    odd = 'a  b\'c"d$(touch pwned)`touch pwned`;touch pwned&*\\'
+    os.makedirs(tmp_path / odd)
+    end(sweep(OUT=f'{tmp_path}/{odd}/out', DATA=f'{tmp_path}/{odd}', LRS='1e-3'), 0)
+    found = results(tmp_path / odd / 'out')
+    assert len(found) == 2
+    for path in found:
+        assert common.read_json(os.path.join(os.path.dirname(path), 'config.json'))['data'] == f'{tmp_path}/{odd}'
+    assert '2 runs, 2 done' in end(sweep('status', OUT=f'{tmp_path}/{odd}/out'), 0)[0]
+    line = end(sweep(DRY_RUN='1', OUT=f'{tmp_path}/{odd}/dry', DATA=f'{tmp_path}/{odd}', LRS='1e-3', METHODS='baseline'), 0)[0]
+    subprocess.run(['bash', '-c', line], env={**ENV, 'PATH': f'{tmp_path}/bin{os.pathsep}{ENV["PATH"]}'}, check=True)
+    assert len(results(tmp_path / odd / 'dry')) == 1
+    assert not os.path.exists(os.path.join(HERE, 'pwned')) and not list(tmp_path.glob('**/pwned'))
+
+
+SWEEP_BAD = [  # a variable and what it has, what the line must name
+    ('METHODS', 'basline', 'mu_centering'), ('METHODS', '../../x', '../../x'), ('METHODS', '*', "'*'"), ('METHODS', '$(touch pwned)', '$(touch'), ('METHODS', ' ', 'empty'),
+    ('METHODS', 'baseline|z_loss', '|'), ('SIZES', '17M', '16M'), ('SIZES', '16M;id', 'SIZES'), ('TYING', 'Tied', 'untied tied'), ('LRS', 'fast', 'numbers above 0'), ('LRS', '0', 'above 0'),
+    ('LRS', '-1', 'above 0'), ('LRS', 'nan', 'numbers'), ('LRS', '1e-3 0.0e5', '0.0e5'), ('LRS', '1e-3,1e-2', '1e-3,1e-2'), ('LRS', '`touch pwned`', 'LRS'), ('LAMS', '-1', 'numbers'), ('LAMS', 'x', 'LAMS'),
+    ('SEEDS', '../x', 'whole'), ('SEEDS', '1.5', 'whole'), ('STEPS', 'many', 'whole number'), ('STEPS', '0', 'at least 1'), ('STEPS', '1e5', 'whole number'), ('JOBS', '0', 'at least 1'), ('JOBS', '08', 'JOBS'),
+    ('JOBS', 'a[$(touch pwned)]', 'JOBS'), ('JOBS', '99999999999999999999', 'JOBS'), ('NPROC', '-1', 'NPROC'), ('RETRIES', 'often', 'RETRIES'), ('DATA', '/nowhere', '/nowhere')]
+
+
+def test_bad_variables_of_a_sweep_are_one_line(sweep, tmp_path):
+    for name, value, named in SWEEP_BAD:
+        _, error = end(sweep(**{name: value}), 2)
+        assert error.startswith('error: ' + name) and named in error and error.count('\n') == 1, error
+    for grid, named in (('grid', 'paper, ablation, demo or status'), ('demo demo', 'one grid'), ('status', 'no sweep')):
+        _, error = end(sweep(grid), 2)
+        assert error.startswith('error: ') and named in error and error.count('\n') == 1, error
+    assert not (tmp_path / 'out').exists() and not (tmp_path / 'started').exists() and not os.path.exists(os.path.join(HERE, 'pwned'))
