@@ -6,7 +6,6 @@ import gc
 import glob
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import resource
@@ -745,11 +744,25 @@ def test_bad_input_as_a_user_sees_it(bad, untouched, corpus, tmp_path):
             for names, done in running[-2:]:
                 error = done.communicate(timeout=120)[1]
                 assert done.returncode == 2 and error.startswith('error: ') and error.count('\n') == 1 and all(name in error for name in names), error
+    group = ranks(2, [*flags_of(corpus), '--batch_size=3', f'--out={tmp_path}/out'], main=train.main, stderr=tmp_path / 'stderr')
+    for rank in group:
+        finish(rank, 2)
+    assert '--batch_size=3' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''  # rank 0 speaks for all
+    for rank in (0, 1):
+        os.unlink(tmp_path / f'stderr{rank}')
     for env in ({'RANK': 'one'}, {'RANK': '2', 'WORLD_SIZE': '2'}, {'RANK': '0', 'WORLD_SIZE': '2'}):
         finish(process(train.main, flags_of(corpus, f'--out={tmp_path}/out'), stderr=tmp_path / 'stderr', env=env), 2)
         assert 'torchrun' in one_line(tmp_path / 'stderr')
         os.unlink(tmp_path / 'stderr')
     assert os.listdir(tmp_path) == [] and snapshot(bad) == untouched
+
+
+def test_too_little_text_leaves_no_shard(tmp_path, capsys):
+    (tmp_path / 'a.txt').write_text('x' * 100)
+    for tokens, named in ((102, 'only 101 tokens'), (101, 'none are left to train on')):
+        expect_one_line(lambda: prepare_fineweb.main(['--source=local', f'--files={tmp_path}/a.txt', '--tokenizer=bytes', '--workers=1', f'--val_tokens={tokens}', f'--out={tmp_path}/{tokens}']),
+                        [named, '--val_tokens'], capsys)
+        assert not glob.glob(f'{tmp_path}/{tokens}/*_train_*.bin')
 
 
 @pytest.fixture(scope='module')
@@ -809,6 +822,15 @@ def test_checkpoints_of_other_runs_damaged_ones_and_ones_that_would_run_code(che
         expect_one_line(lambda: train.main([*flags, f'--out={out}']), ['ckpt.pt', named], capsys)
         assert (snapshot(out), folder_hash(out)) == before and not (tmp_path / 'pwned').exists(), name
     shutil.copy(folder / 'this' / 'ckpt.pt', out / 'ckpt.pt')
+    before = snapshot(out)
+    os.makedirs(tmp_path / 'other_data')
+    for split in ('train', 'val'):
+        data.write_shard(str(tmp_path / 'other_data' / f'x_{split}_000000.bin'), np.arange(5000) % 250)
+    common.write_json(str(tmp_path / 'other_data' / 'meta.json'), {'vocab_size': 257})
+    for change, named in ((f'--data={tmp_path}/other_data', 'data_fingerprint'), ('--vocab_size=384', 'vocab_size'), ('--lr=1e-2', 'lr'), ('--method=z_loss', 'method'), ('--seed=2', 'seed'),
+                          ('--no-weight_tying', 'weight_tying'), ('--steps=241', 'steps'), ('--batch_size=8', 'batch_size'), ('--dtype=bfloat16', 'dtype'), ('--head=plain', 'head')):
+        expect_one_line(lambda: train.main([*flags, f'--out={out}', change]), [f'{out} holds a run with {named}='], capsys)
+        assert snapshot(out) == before
     for name, content in {'config.json': b'{', 'result.json': b'[]'}.items():
         whole = (out / name).read_bytes() if (out / name).exists() else None
         (out / name).write_bytes(content)
