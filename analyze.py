@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-import sys
+import zipfile
 from urllib.parse import quote
 
 import jinja2
@@ -25,7 +25,7 @@ import torch
 import data
 import plots
 import tables
-from common import die, lock_folder, make_folder, parse_args, read_json, write_atomic, write_json
+from common import die, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
 from model import GPT, METHODS, SIZES, USES_LAM, GPTConfig, gpt_config, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
@@ -38,6 +38,11 @@ TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity')
 KEY = ('method', 'size', 'weight_tying', 'lam', 'lr', 'seed')
 LRS_COLUMNS = 'size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high'.split()
 DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0')
+LIMITS = {  # what a number in a csv should be
+    'weight_tying': ('0 or 1', lambda x: x in (0, 1)), 'diverged': ('0 or 1', lambda x: x in (0, 1)),
+    'lr': ('above 0', lambda x: 1e-30 < x < 1e30), 'lam': ('0 or above', lambda x: 0 <= x < 1e30),
+    'seed': ('a whole number', lambda x: math.isfinite(x) and x == int(x)), 'steps': ('a number above 0', lambda x: 0 < x < 1e30),
+    'n_params': ('a number above 0', lambda x: 0 < x < 1e30), 'init_loss': ('a number above 0', lambda x: 0 < x < math.inf)}
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 PUBLISHED_INIT_LOSS = {'16M': 10.83, '29M': 10.83, '57M': 10.83, '109M': 10.83, '221M': 10.85}  # where a csv has none
 
@@ -103,6 +108,9 @@ def analyze_run(folder):
     found = read_json(kept) if os.path.exists(kept) and not (os.path.exists(path) and os.path.getmtime(kept) < os.path.getmtime(path)) else {}
     if set(found.get('r_emb', ())) != set(DISTRIBUTION):
         try:
+            with zipfile.ZipFile(path) as archive:
+                if archive.testzip():  # torch does not look at the checksums
+                    raise ValueError(f'{archive.testzip()} is damaged')
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
             s = checkpoint['config']
             model = GPT(gpt_config(s))
@@ -194,26 +202,34 @@ def read_csv(path, columns=None, required=()):
         die(f'{path}: no column {", ".join(missing)}; the first line should name the columns, separated by commas')
     if not lines:
         die(f'{path}: it has no runs, only a first line')
+    if len(set(found)) < len(found):
+        die(f'{path}: a column stands there twice')
     columns = found if columns is None else columns
     rows = []
     for n, line in enumerate(lines, 2):
         row = dict.fromkeys(columns)
+        if None in line:
+            die(f'{path} line {n}: more cells than the first line has columns')
         for column in columns:
             value = (line.get(column) or '').strip()
             if not value:
                 if column in required:
                     die(f'{path} line {n}: {column} is empty')
                 continue
+            if column in TEXT:
+                row[column] = value
+                if not value.isprintable():
+                    die(f'{path} line {n}: {column} has characters that cannot be printed')
+                continue
             if column in ('weight_tying', 'diverged'):
                 value = {'true': '1', 'false': '0'}.get(value.lower(), value)
             try:
-                row[column] = value if column in TEXT else float(value)
+                row[column] = float(value.replace('_', 'no number'))
             except ValueError:
                 die(f'{path} line {n}: {column} should be a number, is {value!r}')
-            if column in ('weight_tying', 'diverged') and row[column] not in (0, 1):
-                die(f'{path} line {n}: {column} should be 0 or 1, is {value!r}')
-        if 'lr' in required and not 0 < row['lr'] < math.inf:
-            die(f'{path} line {n}: lr should be above 0, is {row["lr"]:g}')
+            wanted, holds = LIMITS.get(column, ('', lambda x: True))
+            if not holds(row[column]):
+                die(f'{path} line {n}: {column} should be {wanted}, is {value!r}')
         rows.append(row)
     return rows
 
@@ -236,7 +252,7 @@ def paper_order(row):
             row['seed'] or 0)
 
 
-def complete(rows):
+def complete(rows, source='the runs'):
     """Fills in what follows from the size and the schedule, orders the rows as the paper does, and refuses two rows of the same run."""
     for r in rows:
         if r['method'] in METHODS:  # an empty λ is the paper's, and a method without one has none
@@ -249,7 +265,7 @@ def complete(rows):
     rows.sort(key=paper_order)
     for a, b in zip(rows, rows[1:]):
         if all(a[k] == b[k] for k in KEY):
-            die('the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY) + '; several seeds need a seed column')
+            die(f'{source}: the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY) + '; several seeds need a seed column')
     return rows
 
 
@@ -275,7 +291,7 @@ def from_csv(path):
     def beside(name):
         other = os.path.join(os.path.dirname(path), name)
         return other if os.path.basename(path) == 'results.csv' and os.path.exists(other) else None
-    rows = complete(read_csv(path, COLUMNS, REQUIRED))
+    rows = complete(read_csv(path, COLUMNS, REQUIRED), path)
     distributions, curves = (read_csv(beside(name), None, ('method', 'size', 'weight_tying', 'lr')) if beside(name) else []
                              for name in ('distributions.csv', 'curves.csv'))
     return rows, distributions, curves, read_json(beside('settings.json')) if beside('settings.json') else {}
@@ -402,7 +418,7 @@ def main(argv=None):
     method = args.method or ('baseline' if 'baseline' in methods or not methods else methods[0])
     out = args.out or os.path.join('results', os.path.basename(os.path.abspath(source)))
     make_folder(out)
-    lock = lock_folder(out)
+    lock = lock_folder(out, wait=True)
     if args.runs:
         rows, distributions, curves, settings = from_folders(done)
         write_csv(os.path.join(out, 'results.csv'), COLUMNS, rows)
@@ -443,4 +459,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    run(main)

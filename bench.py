@@ -25,9 +25,9 @@ import torch.nn.functional as F
 
 import data
 import train
-from tables import aligned
-from common import die, keep_freed_memory, number, parse_args, write_atomic
+from common import die, number, parse_args, run, write_atomic
 from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, compile_head, loss_and_grad, plain_head
+from tables import aligned
 
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
 
@@ -263,7 +263,7 @@ def profile_step(args, device):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    count = number(1, integer=True)
+    count, extent = number(1, integer=True), number(1, below=2**16 + 1, integer=True)
     p.add_argument('--sizes', help='sizes, separated by commas (default 16M on a GPU, tiny on a CPU)')
     p.add_argument('--methods', default='all', help='methods, separated by commas, the first is what others are compared with (default all)')
     p.add_argument('--head', action='store_true', help='the output head alone')
@@ -276,22 +276,27 @@ def main(argv=None):
     p.add_argument('--logits_dtype', choices=['bfloat16', 'float32'], help='as in train.py')
     p.add_argument('--compile', action=argparse.BooleanOptionalAction, help='compile the step (default on cuda)')
     p.add_argument('--head_kind', choices=['chunked', 'plain'], default='chunked', help='head of the step (default chunked)')
-    p.add_argument('--threads', type=count, help='CPU threads')
+    p.add_argument('--threads', type=number(1, below=1025, integer=True), help='CPU threads')
     p.add_argument('--keep_freed_memory', action=argparse.BooleanOptionalAction, default=True,
                    help='on a CPU as train.py does it (default); without, plain heads lose half their time to page faults')
-    p.add_argument('--batch_size', type=count, help='sequences in a step (default 64 on a GPU, 8 on a CPU)')
+    p.add_argument('--batch_size', type=extent, help='sequences in a step (default 64 on a GPU, 8 on a CPU)')
     p.add_argument('--block_size', type=count, help='sequence length (default 2048 on a GPU, 128 on a CPU)')
     p.add_argument('--micro_batch_size', type=count, help='sequences in a forward pass (default: as train.py chooses)')
-    p.add_argument('--vocab_size', type=count, help='rows of the head (default 50304; the step of tiny on a CPU: 2048)')
+    p.add_argument('--vocab_size', type=extent, help='rows of the head (default 50304; the step of tiny on a CPU: 2048)')
     p.add_argument('--tokens', type=count, help='tokens of --head (default 131072 on a GPU, 1024 on a CPU)')
-    p.add_argument('--width', type=count, help='width H of --head (default 224 on a GPU, 64 on a CPU)')
+    p.add_argument('--width', type=extent, help='width H of --head (default 224 on a GPU, 64 on a CPU)')
     p.add_argument('--peak_tflops', type=number(above=0), help='peak of the device for MFU (default: the table in train.py)')
     args = parse_args(p, argv)
+    if args.profile and (args.head or args.json):
+        die('--profile profiles the step and leaves a trace: without --head and --json')
+    for flag, path in (('--json', args.json), ('--trace', args.trace if args.profile else None)):  # not after minutes of timing
+        if path is not None and not os.path.isdir(os.path.dirname(path) or '.'):
+            die(f'{flag}={path}: no such folder')
     device = train.find_device(args, 0)
     if device.type == 'cpu' and args.keep_freed_memory:
-        keep_freed_memory()
+        train.keep_freed_memory()
     on_gpu = device.type == 'cuda'
-    args.sizes = (args.sizes or ('16M' if on_gpu else 'tiny')).split(',')
+    args.sizes = (('16M' if on_gpu else 'tiny') if args.sizes is None else args.sizes).split(',')
     args.methods = list(METHODS) if args.methods == 'all' else args.methods.split(',')
     for flag, given, known in (('--sizes', args.sizes, SIZES), ('--methods', args.methods, METHODS)):
         for name in given:
@@ -326,4 +331,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -1,6 +1,6 @@
 """What every program here needs: one-line errors, number parsing, files written whole or not at all, the folder lock."""
 import argparse
-import ctypes
+import contextlib
 import difflib
 import fcntl
 import json
@@ -9,9 +9,9 @@ import os
 import sys
 
 
-def die(message, status=2):
-    """Prints one line on stderr (rank 0 only under torchrun) and exits: 2 the user's input, 3 folder in use, 1 the rest."""
-    if int(os.environ.get('RANK', 0)) == 0:
+def die(message, status=2, any_rank=False):
+    """Prints one line on stderr, rank 0 for all ranks unless any_rank, and exits: 2 the user's input, 3 folder in use, 1 the rest."""
+    if any_rank or os.environ.get('RANK', '0') == '0':
         print('error: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
     sys.exit(status)
 
@@ -46,6 +46,17 @@ def parse_args(parser, argv):
     return args
 
 
+def run(main):
+    """sys.exit(main(argv)), in which Ctrl-C and a disk that fails (for the terminal's output, too) are one line as well."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        die('interrupted', 130)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try to write what is left once more
+        die(f'{error.strerror}: {error.filename or "standard output"}' if error.strerror else error, 1, any_rank=True)
+
+
 def write_atomic(path, write, mode='wb'):
     """
     write(file) fills a temporary file beside `path`, which replaces `path` only once it is safely on disk: a reader
@@ -63,10 +74,10 @@ def write_atomic(path, write, mode='wb'):
             os.fsync(folder)  # the rename itself must survive a power cut
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError for a full disk
-        if os.path.exists(temporary):
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of an OSError
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
-        die(f'cannot write {path}: {getattr(error, "strerror", None) or error}', status=1)
+        die(f'cannot write {path}: {getattr(error, "strerror", None) or getattr(error.__context__, "strerror", None) or error}', status=1)
 
 
 def write_json(path, value):
@@ -79,7 +90,7 @@ def read_json(path):
     try:
         with open(path, encoding='utf-8') as file:
             value = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         die(f'{path}: not readable as JSON ({error})')
     if not isinstance(value, dict):
         die(f'{path}: should hold a JSON object')
@@ -94,27 +105,16 @@ def make_folder(path):
         die(f'cannot make the folder {path}: {error.strerror}')
 
 
-def lock_folder(path):
+def lock_folder(path, wait=False):
     """
     Takes `path` for this process and returns the open lock file: the lock goes when the file is closed or the process
-    ends, however it ends. Exits with 3 while another process holds it.
+    ends, however it ends. Exits with 3 while another process holds it, or waits for it.
     """
     try:
-        file = open(os.path.join(path, '.lock'), 'w')
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = open(os.path.join(path, '.lock'), 'a')
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         return file
     except BlockingIOError:
         die(f'{path}: another process is working in this folder', status=3)
     except OSError as error:
         die(f'cannot write in the folder {path}: {error.strerror}', status=1)
-
-
-def keep_freed_memory():
-    """
-    Has glibc keep freed memory for the next tensor of that size: given back, it returns as fresh pages that the kernel must
-    zero first, half the time of a small CPU step. What stays between the tensors of a loop keeps them from being reused.
-    """
-    if sys.platform == 'linux':
-        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # musl has none
-        mallopt(-3, 2**30)      # M_MMAP_THRESHOLD
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

@@ -21,7 +21,7 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256
 
 
 def write_shard(path, tokens):
-    """Writes `tokens` (n,) as one shard, whole or not at all. Raises ValueError for tokens that are not uint16 values."""
+    """Writes `tokens` (n,), n < 2^31, as one shard, whole or not at all. Raises ValueError for tokens that are not uint16 values."""
     tokens = np.asarray(tokens)
     if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < 2**16):
         raise ValueError('shards hold tokens from 0 to 65535')
@@ -32,10 +32,13 @@ def write_shard(path, tokens):
 
 def read_shard(path):
     """The tokens of a shard as a read-only memory map (n,) uint16; exits with 2 where the file is not a whole shard."""
-    size = os.path.getsize(path)
+    try:
+        size = os.path.getsize(path)
+        magic, version, n = (int(x) for x in np.fromfile(path, '<i4', 3)) if size >= 4 * HEADER else (0, 0, 0)
+    except OSError as error:
+        die(f'{path}: not readable as a token shard ({error.strerror})')
     if size < 4 * HEADER:
         die(f'{path}: too short for a token shard ({size} bytes, the header alone has {4 * HEADER})')
-    magic, version, n = (int(x) for x in np.fromfile(path, '<i4', 3))
     if magic != MAGIC:
         die(f'{path}: not a token shard (magic number {magic}, should be {MAGIC})')
     if version != VERSION:
@@ -60,7 +63,7 @@ def vocabulary(folder):
     if not os.path.exists(path):
         return 50257
     size = read_json(path).get('vocab_size')
-    if not isinstance(size, int) or not 0 < size <= 2**16:
+    if type(size) is not int or not 0 < size <= 2**16:
         die(f'{path}: vocab_size should be a whole number from 1 to 65536, is {size!r}')
     return size
 
@@ -78,11 +81,11 @@ def count_windows(shards, block_size):
     return np.array([max(0, len(shard) - 1) // block_size for shard in shards])
 
 
-def check_tokens(shard, start, end, vocab_size):
-    """shard[start:end]; exits with 2 on a token that a head of vocab_size rows does not have."""
+def check_tokens(shard, start, end, vocab_size, any_rank=False):
+    """shard[start:end]; exits with 2 on a token that a head of vocab_size rows does not have. any_rank: as for die."""
     tokens = shard[start:end]
     if len(tokens) and tokens.max() >= vocab_size:
-        die(f'{shard.filename}: it has the token {tokens.max()}, but the head has only {vocab_size} rows (--vocab_size)')
+        die(f'{shard.filename}: it has the token {tokens.max()}, but the head has only {vocab_size} rows (--vocab_size)', any_rank=any_rank)
     return tokens
 
 
@@ -92,7 +95,7 @@ def read_windows(shards, block_size, windows, vocab_size):
     which = np.searchsorted(ends, windows, side='right')
     first = np.concatenate(([0], ends))
     starts = (windows - first[which]) * block_size
-    tokens = np.stack([check_tokens(shards[i], s, s + block_size + 1, vocab_size) for i, s in zip(which, starts)])
+    tokens = np.stack([check_tokens(shards[i], s, s + block_size + 1, vocab_size, any_rank=True) for i, s in zip(which, starts)])
     return tokens.astype(np.int64)
 
 
@@ -102,8 +105,13 @@ def epoch_order(seed, epoch, n_windows):
     return np.random.RandomState([seed, epoch]).permutation(n_windows)
 
 
-def batch_windows(seed, step, batch_size, n_windows):
-    """The numbers (batch_size,) of the windows in the global batch of `step`: each once an epoch, epochs end to end."""
-    position = np.arange(step * batch_size, (step + 1) * batch_size)
+def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
+    """
+    The numbers (batch_size / world_size,) of the windows that `rank` reads of the global batch of `step`, side by side:
+    each window once an epoch, epochs end to end.
+    """
+    share = batch_size // world_size
+    first = step * batch_size + rank * share
+    position = np.arange(first, first + share)
     epochs, within = np.divmod(position, n_windows)
     return np.concatenate([epoch_order(seed, int(e), n_windows)[within[epochs == e]] for e in np.unique(epochs)])

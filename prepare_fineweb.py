@@ -18,13 +18,12 @@ import itertools
 import logging
 import multiprocessing
 import os
-import sys
 import sysconfig
 
 import numpy as np
 from tqdm import tqdm
 
-from common import die, lock_folder, make_folder, number, parse_args, read_json, write_json
+from common import die, lock_folder, make_folder, number, parse_args, read_json, run, write_json
 from data import read_shard, write_shard
 
 PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in this very format, 100M a shard
@@ -40,13 +39,13 @@ def parser():
         help='gpt2: by tiktoken; bytes: UTF-8 bytes and an end-of-text token, needs no download (default gpt2)')
     add('--tokens', type=number(1, integer=True), default=13_200_000_000,
         help='training tokens to stop at; the paper sees 13.1e9 (default 13.2e9)')
-    add('--val_tokens', type=number(1, integer=True), default=10_500_000, help='tokens in the val shard (default 10.5e6)')
+    add('--val_tokens', type=number(1, below=2**31, integer=True), default=10_500_000, help='tokens in the val shard (default 10.5e6)')
     add('--shard_tokens', type=number(1, below=2**31, integer=True), default=100_000_000,
         help='tokens in a train shard (default 1e8, 200 MB)')
     add('--files', help="with --source=local: a quoted glob of .txt, .jsonl or .parquet files with a text column")
     add('--name', help='FineWeb config, such as sample-10BT (default sample-100BT), or the dataset of pretokenized shards '
                        f'(default {PRETOKENIZED})')
-    add('--workers', type=number(1, integer=True), default=os.cpu_count() or 1, help='tokenizing processes (default: all cores)')
+    add('--workers', type=number(1, below=1025, integer=True), default=os.cpu_count() or 1, help='tokenizing processes (default: all cores)')
     return p
 
 
@@ -156,26 +155,54 @@ def no_network(args, error):
     die(f'--source={args.source}: download failed ({first}); without a network use --source=stdlib --tokenizer=bytes', 1)
 
 
+def no_text(args, error):
+    """One line for a source that cannot be read."""
+    if args.source == 'fineweb':
+        no_network(args, error)
+    die(f'--files={args.files}: {error}' if args.source == 'local' else f'--source={args.source}: {error}', 2 if args.source == 'local' else 1)
+
+
+def stored_meta(folder, settings, fresh):
+    """
+    The meta.json in `folder`, or `fresh` where no shard is finished. Exits with 2 where it was made with other settings,
+    is damaged, or counts shards that are not there.
+    """
+    path = os.path.join(folder, 'meta.json')
+    shards = {split: sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin'))) for split in ('val', 'train')}
+    if not os.path.exists(path):
+        if any(shards.values()):
+            die(f'--out={folder} has shards but no meta.json; choose another folder')
+        return fresh
+    meta = read_json(path)
+    if meta.get('shards') == 0:
+        return fresh
+    for key, value in settings.items():
+        if meta.get(key) != value:
+            die(f'{path} was made with {key}={meta.get(key)!r}, this command says {value!r}; choose another --out')
+    for key in fresh:
+        if key not in settings and (type(meta.get(key)) is not type(fresh[key]) or meta[key] < 0):
+            die(f'{path}: {key} should not be {meta.get(key)!r}; it is damaged, choose another --out')
+    for split, n, tokens in (('val', 1, meta['val_tokens']), ('train', meta['shards'] - 1, meta['tokens'])):
+        found = sum(len(read_shard(shard)) for shard in shards[split][:n])
+        if found != tokens:
+            die(f'{path} counts {n} {split} shards with {tokens:,} tokens, the folder has {found:,} in {len(shards[split])}; choose another --out')
+    return meta
+
+
 def main(argv=None):
     args = parse_args(parser(), argv)
     if (args.files is not None) != (args.source == 'local'):
         die('--source=local needs --files="GLOB", and --files needs --source=local')
+    if args.name is not None and args.source not in ('fineweb', 'pretokenized'):
+        die(f'--name={args.name} needs --source=fineweb or pretokenized')
 
     # what the shards depend on; the same command finds it in meta.json and continues
     settings = {'source': args.source, 'name': args.name, 'files': args.files, 'tokenizer': args.tokenizer,
                 'requested_val_tokens': args.val_tokens, 'shard_tokens': args.shard_tokens}
-    meta = {**settings, 'vocab_size': 50257 if args.tokenizer == 'gpt2' else 257, 'documents': 0, 'within_document': 0,
-            'val_tokens': 0, 'tokens': 0, 'shards': 0, 'complete': False}
+    fresh = {**settings, 'vocab_size': 50257 if args.tokenizer == 'gpt2' else 257, 'documents': 0, 'within_document': 0,
+             'val_tokens': 0, 'tokens': 0, 'shards': 0, 'complete': False}
     meta_path = os.path.join(args.out, 'meta.json')
-    if os.path.exists(meta_path):
-        stored = read_json(meta_path)
-        if stored.get('shards') != 0:
-            for key, value in settings.items():
-                if stored.get(key) != value:
-                    die(f'{meta_path} was made with {key}={stored.get(key)!r}, this command says {value!r}; choose another --out')
-            meta = stored
-    elif glob.glob(os.path.join(glob.escape(args.out), '*.bin')):
-        die(f'--out={args.out} has shards but no meta.json; choose another folder')
+    meta = stored_meta(args.out, settings, fresh)
     if meta['complete'] and meta['tokens'] >= args.tokens or meta.get('exhausted'):
         print(f'{args.out} is done: {meta["tokens"]:,} training tokens in {meta["shards"]} shards')
         return
@@ -183,6 +210,13 @@ def main(argv=None):
     encode = encode_bytes
     if args.source == 'pretokenized' and args.tokenizer != 'gpt2':
         die('--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
+    if args.source != 'pretokenized':
+        texts = stdlib_texts() if args.source == 'stdlib' else dataset_texts(args)
+        try:
+            first = list(itertools.islice(texts, 1))  # files that cannot be read are found before a folder is made
+        except (OSError, RuntimeError, ValueError) as error:
+            no_text(args, error)
+        texts = itertools.chain(first, texts)
     if args.source != 'pretokenized' and args.tokenizer == 'gpt2':
         encode = encode_gpt2
         try:
@@ -193,6 +227,8 @@ def main(argv=None):
 
     make_folder(args.out)
     lock = lock_folder(args.out)
+    if stored_meta(args.out, settings, fresh) != meta:
+        die(f'{args.out}: another process has just worked in this folder; start again', 3)
     meta['complete'] = False
     write_json(meta_path, meta)
     if args.source == 'pretokenized':
@@ -202,7 +238,6 @@ def main(argv=None):
             no_network(args, error)
         return
 
-    texts = stdlib_texts() if args.source == 'stdlib' else dataset_texts(args)
     name = 'fineweb' if args.source == 'fineweb' else args.source
     buffer, held = [], 0              # tokens of the shard in the making
     skip = meta['within_document']    # tokens of the next document that a finished shard has already
@@ -246,9 +281,7 @@ def main(argv=None):
                     finish_shard()
                 meta['exhausted'] = True
     except (OSError, RuntimeError, ValueError) as error:
-        if args.source == 'fineweb':
-            no_network(args, error)
-        die(f'--source={args.source}: {error}', 2 if args.source == 'local' else 1)
+        no_text(args, error)
     bar.close()
     if meta['tokens'] == 0:
         die(f'the text has only {meta["val_tokens"]:,} tokens, none are left to train on; lower --val_tokens')
@@ -259,4 +292,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    run(main)

@@ -5,6 +5,7 @@ report's template).
 A table is a dict: title, where (its place in the paper), says (what it shows, in a sentence), header, rows. A cell is text, or
 (text, marks, grey): marks holds b (bold) and u (underlined), grey is what stands beside it in grey.
 """
+import html
 import math
 from itertools import pairwise
 
@@ -277,7 +278,7 @@ def run_table(rows, title='All runs'):
 def aligned(header, rows):
     """A Markdown table of cells without marks, padded so that it reads on a terminal too."""
     cells = [[str(c) for c in row] for row in (header, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(*cells)]
     lines = ['| ' + ' | '.join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) + ' |' for row in cells]
     return '\n'.join([lines[0], '|' + '|'.join('-' * (w + 2) for w in widths) + '|', *lines[1:]])
 
@@ -287,15 +288,16 @@ TERMINAL, MARKDOWN = {'b': '**{}**', 'u': '_{}_', 'grey': '{} ({})'}, {'b': '**{
 
 def text(table, style=TERMINAL):
     """The table with its title, as aligned text for a terminal or, with style=MARKDOWN, as Markdown."""
+    escape = html.escape if style is MARKDOWN else str  # what comes from a csv is no HTML
+
     def show(cell):
-        if isinstance(cell, str):
-            return cell.replace('|', '\\|') if style is MARKDOWN else cell
-        words, marks, grey = cell
+        words, marks, grey = (cell, '', '') if isinstance(cell, str) else cell
+        words = escape(words).replace('|', '\\|')
         for mark in 'ub':
             words = style[mark].format(words) if mark in marks else words
         return style['grey'].format(words, grey).strip() if grey else words
-    return '\n\n'.join([f'### {table["title"]}', aligned(table['header'], [[show(c) for c in row] for row in table['rows']]),
-                        table['says'] + (f' ({table["where"]})' if table['where'] else '')])
+    return '\n\n'.join([f'### {escape(table["title"])}', aligned(map(show, table['header']), [[show(c) for c in row] for row in table['rows']]),
+                        escape(table['says']) + (f' ({table["where"]})' if table['where'] else '')])
 
 
 LATEX = {**{c: rf'\{c}' for c in '&%$#_{}'}, '\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}', '<': '$<$', '>': '$>$',

@@ -196,6 +196,32 @@ def test_heads_agree_within_bf16_rounding(method, dtype, monkeypatch):
         assert x.norm() > 1e-4
 
 
+def test_the_chunked_head_takes_whatever_comes(monkeypatch):
+    """
+    Random shapes with logits up to 1e4, all targets equal, one token, one class, chunks that do not divide the input or are
+    larger than it: loss, statistics and gradients are those of autograd over all logits, to the rounding of float64.
+    """
+    rng = np.random.RandomState(0)
+    real = model_py.n_chunks
+    for i in range(120):
+        g = torch.Generator().manual_seed(i)
+        N, V, H = 1 if i % 6 == 0 else int(rng.randint(1, 200)), int(rng.randint(1, 300)), int(rng.randint(1, 33))
+        method = METHODS[i % len(METHODS)]
+        h, E = torch.randn(N, H, generator=g, dtype=F64), torch.randn(V, H, generator=g, dtype=F64)
+        largest = (h @ E.T).abs().max()
+        h = (h * 10 ** rng.uniform(-2, 4) / largest).requires_grad_()
+        E.requires_grad_()
+        targets = torch.full((N,), int(rng.randint(V))) if i % 3 == 0 else torch.randint(V, (N,), generator=g)
+        chunk = int(rng.randint(1, 300))
+        monkeypatch.setattr(model_py, 'n_chunks', real if i % 4 == 0 else lambda h, E: -(-len(h) // chunk))
+        config = config_64(method, lam=1e-3)
+        (a, stats_a), (b, stats_b) = (head_loss(h, E, targets, config, chunked) for chunked in (True, False))
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(stats_a, stats_b, rtol=1e-11, atol=1e-8)
+        for x, y in zip(torch.autograd.grad(a, (h, E)), torch.autograd.grad(b, (h, E))):
+            assert bool(torch.isfinite(x).all()) and (x - y).norm() <= 1e-11 * y.norm() + 1e-12, (i, N, V, H)
+
+
 def test_logits_are_rounded_to_bf16_and_the_example_of_the_introduction():
     """128.5 becomes 128: the probability 0.142 becomes 0.091."""
     h, E = torch.tensor([[128.0, 1.0]]), torch.tensor([[1.0, 0.5]] + [[1.0, 0.0]] * 10)

@@ -1,4 +1,4 @@
-"""The programs as a user runs them: prepare, train, resume, several processes, sweep, analyze, and input that cannot work."""
+"""The programs as a user runs them: prepare, train, signals, sweep, analyze, bench. What goes wrong is in test_faults.py."""
 import csv
 import gc
 import json
@@ -84,16 +84,6 @@ def test_windows_are_disjoint_and_within_a_shard(tmp_path):
     windows = data.read_windows(shards, 16, np.arange(10), 1000)
     starts = [0, 16, 32, 48, 64, 80, 100, 116, 300, 316]
     assert np.array_equal(windows, np.array(starts)[:, None] + np.arange(17))
-
-
-def test_processes_and_micro_batches_read_the_global_batch_once():
-    """train.py's share of a rank is [rank * B / world : (rank + 1) * B / world] of the global batch, whatever the micro-batch."""
-    rng = np.random.RandomState(1)
-    for _ in range(200):
-        world, per, n, seed, step = (int(rng.randint(1, hi)) for hi in (9, 9, 500, 2**31, 1000))
-        batch = data.batch_windows(seed, step, world * per, n)
-        shares = np.concatenate([batch[rank * per:(rank + 1) * per] for rank in range(world)])
-        assert np.array_equal(shares, batch) and len(batch) == world * per and batch.max() < n
 
 
 # ---------------------------------------------------------------------------------------------------------------- prepare
@@ -241,26 +231,6 @@ def test_reported_loss_is_the_bare_cross_entropy(corpus, tmp_path):
     assert first['baseline'][1]['reg'] == 0 and first['z_loss'][1]['reg'] > 1000 and first['mu_loss'][1]['reg'] > 0.01
 
 
-def test_killed_and_started_again_ends_as_if_never_stopped(corpus, whole_run, tmp_path):
-    command = [sys.executable, 'train.py', '--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', f'--out={tmp_path}/run',
-               '--log_every=5', '--eval_every=20', '--ckpt_every=7', '--keep_every=30']
-    log = tmp_path / 'run' / 'log.jsonl'
-    for lines in (4, 9):  # SIGKILL somewhere after so many log lines
-        process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.DEVNULL)
-        while process.poll() is None and (not log.exists() or log.read_text().count('\n') < lines):
-            time.sleep(0.002)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    assert 'going on at step' in python(*command[1:]).stdout
-    assert log_of(tmp_path / 'run') == log_of(whole_run)
-    a, b = weights(whole_run), weights(tmp_path / 'run')
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    times = ('train_seconds', 'tokens_per_second')
-    results = [{k: v for k, v in json.load(open(f / 'result.json')).items() if k not in times} for f in (whole_run, tmp_path / 'run')]
-    assert results[0] == results[1]
-    assert 'is done' in python(*command[1:]).stdout
-
-
 def test_sigusr1_saves_and_goes_on(corpus, tmp_path):
     command = [sys.executable, 'train.py', '--steps=100000', *SMALL, f'--data={corpus}', f'--out={tmp_path}/run', '--ckpt_every=0']
     process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.PIPE, text=True)
@@ -304,31 +274,6 @@ def test_a_signal_saves_and_the_lock_keeps_others_out(corpus, tmp_path, number, 
     process.send_signal(number)
     assert 'stopped by a signal' in process.stdout.read() and process.wait() == status
     assert torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['step'] >= 20
-
-
-def test_processes_and_micro_batches_change_nothing(corpus, tmp_path):
-    """Five float64 steps, tied and centered (so that a rank that were not centered would show): 1 and 2 processes, accumulation."""
-    flags = ('--method=mu_centering', '--weight_tying', '--lr=1e-2', '--steps=5', '--log_every=1', *SMALL[:-1], '--dtype=float64', f'--data={corpus}')
-    python('train.py', *flags, f'--out={tmp_path}/one', '--micro_batch_size=4')
-    python('train.py', *flags, f'--out={tmp_path}/accumulated', '--micro_batch_size=1')
-    done = torchrun(2, *flags, f'--out={tmp_path}/two', '--micro_batch_size=1')
-    assert done.returncode == 0, done.stderr
-    assert '2 processes x 2 x 1' in done.stdout
-    expected = log_of(tmp_path / 'one')
-    for other in ('accumulated', 'two'):
-        for a, b in zip(expected, log_of(tmp_path / other), strict=True):
-            assert a == {k: pytest.approx(v, rel=1e-10, abs=1e-10) for k, v in b.items()}
-        for name, w in weights(tmp_path / 'one').items():
-            torch.testing.assert_close(weights(tmp_path / other)[name], w, rtol=0, atol=1e-10)
-
-
-def test_regulariser_does_not_depend_on_processes_and_micro_batches(corpus, tmp_path):
-    """A λ that rules the gradient: were it counted once a micro-batch or a process, the losses would differ."""
-    flags = ('--method=mu_loss', '--lam=1000', '--lr=1e-2', '--steps=4', '--log_every=1', *SMALL[:-1], '--dtype=float64', f'--data={corpus}')
-    python('train.py', *flags, f'--out={tmp_path}/one', '--micro_batch_size=4')
-    assert torchrun(2, *flags, f'--out={tmp_path}/two', '--micro_batch_size=1').returncode == 0
-    for a, b in zip(log_of(tmp_path / 'one'), log_of(tmp_path / 'two'), strict=True):
-        assert a == {k: pytest.approx(v, rel=1e-10, abs=1e-10) for k, v in b.items()}
 
 
 def test_compile_gives_the_same_losses(corpus, tmp_path):
@@ -497,7 +442,7 @@ def test_sweep_gives_each_of_several_jobs_its_own_gpus(tmp_path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / 'torchrun').symlink_to(tmp_path / 'python')
     env = {k: v for k, v in ENV.items() if k != 'CUDA_VISIBLE_DEVICES'}
-    env.update(PATH=f'{tmp_path}{os.pathsep}{ENV["PATH"]}', OUT=str(tmp_path / 'out'), SIZES='16M', METHODS='baseline', TYING='untied', RETRIES='0')
+    env.update(PATH=f'{tmp_path}{os.pathsep}{ENV["PATH"]}', OUT=str(tmp_path / 'out'), DATA=str(tmp_path), SIZES='16M', METHODS='baseline', TYING='untied', RETRIES='0')
     for more, given in ((dict(NPROC='2', JOBS='2', LRS='1 2'), {'0,1', '2,3'}), (dict(NPROC='1', JOBS='2', LRS='1 2', CUDA_VISIBLE_DEVICES='5,7'), {'5', '7'}),
                         (dict(LRS='1'), {''})):  # one run on all four: torchrun sees to it
         subprocess.run(['bash', os.path.join(HERE, 'sweep.sh')], env={**env, **more}, capture_output=True, timeout=60)
@@ -532,7 +477,6 @@ def test_bench_compares_in_one_run(tmp_path, capsys):
     assert {'plain', 'plain, compiled', 'chunked', 'chunked, compiled'} <= set(rows)
     assert all(r['loss'] == pytest.approx(rows['plain']['loss'], rel=1e-5) for r in rows.values())
     assert '| mu_loss' in capsys.readouterr().out
-    expect_one_line(lambda: bench.main(['--sizes=17M']), '17M', capsys)
 
 
 def test_a_csv_with_the_required_columns_alone_is_enough(tmp_path, capsys):
@@ -543,127 +487,3 @@ def test_a_csv_with_the_required_columns_alone_is_enough(tmp_path, capsys):
     rows = {r['method']: r for r in csv.DictReader(open(tmp_path / 'out' / 'lrs.csv'))}
     assert float(rows['baseline']['lrs']) == 0.5 and float(rows['baseline']['lrs_n1']) == 1.0 and rows['baseline']['diverged'] == ''
     assert float(rows['mu_loss']['lrs']) == pytest.approx((10.83 - 4) / 2)
-
-
-# -------------------------------------------------------------------------------------------------------------- bad input
-
-
-def bad_folders(corpus, tmp_path):
-    """Folders of shards that cannot be read, by name."""
-    shard = (corpus / 'stdlib_train_000000.bin').read_bytes()
-    val = (corpus / 'stdlib_val_000000.bin').read_bytes()
-    header = np.frombuffer(shard[:1024], '<i4').copy()
-    def with_header(*values):
-        header[:3] = values
-        return header.tobytes() + shard[1024:]
-    contents = {'empty': None, 'short': shard[:500], 'cut': shard[:-2], 'magic': with_header(1, 1, 50000), 'version': with_header(20240520, 2, 50000),
-                'longer': with_header(20240520, 1, 60000), 'beyond': with_header(20240520, 1, 50000)[:-2] + b'\xff\x7f', 'few': with_header(20240520, 1, 3)[:1030]}
-    for name, content in contents.items():
-        os.makedirs(tmp_path / name)
-        if content is not None:
-            (tmp_path / name / 'x_train_000000.bin').write_bytes(content)
-            (tmp_path / name / 'x_val_000000.bin').write_bytes(val)
-            (tmp_path / name / 'meta.json').write_text('{"vocab_size": 257}')
-    for name, text in {'meta_text': 'oops', 'meta_size': '{"vocab_size": "many"}', 'meta_huge': '{"vocab_size": 60000}'}.items():
-        os.makedirs(tmp_path / name)
-        (tmp_path / name / 'meta.json').write_text(text)
-        (tmp_path / name / 'x_train_000000.bin').write_bytes(shard)
-        (tmp_path / name / 'x_val_000000.bin').write_bytes(val)
-    return tmp_path
-
-
-TRAIN_BAD = [  # flags, what the line must name
-    (['--method=mu_los'], "--method"), (['--size=17M'], '--size'), (['--lr=fast'], '--lr'), (['--lr=-1'], '--lr'), (['--lr=nan'], '--lr'),
-    (['--lr=0'], '--lr'), (['--lr=inf'], '--lr'), (['--steps=0'], '--steps'), (['--steps=1.5'], '--steps'), (['--seed=-1'], '--seed'),
-    (['--seed=4294967296'], '--seed'), (['--beta2=1'], '--beta2'), (['--batch_size=0'], '--batch_size'), (['--learning_rate=1'], 'unknown argument'),
-    (['--stepz=5'], 'did you mean --steps'), (['--warmup=100', '--steps=100'], '--warmup'), (['--min_lr=1', '--lr=0.1'], '--min_lr'),
-    (['--batch_size=4', '--micro_batch_size=3'], '--micro_batch_size'), (['--n_embd=30', '--n_head=4'], '--n_embd'), (['--device=tpu'], '--device'),
-    (['--eval_tokens=5'], '--eval_tokens'), (['--rope_fraction=2'], '--rope_fraction'), (['--dtype=float16'], '--dtype'), (['--vocab_size=100'], '257'), (['--vocab_size=1e9'], '--vocab_size'),
-    (['--data=/nowhere'], '/nowhere'), (['--data={bad}/empty'], 'empty'), (['--data={bad}/short'], 'too short'), (['--data={bad}/cut'], 'cut short'),
-    (['--data={bad}/magic'], '20240520'), (['--data={bad}/version'], 'version 2'), (['--data={bad}/longer'], '60000'),
-    (['--data={bad}/beyond'], 'token 32767'), (['--data={bad}/few'], 'whole window'), (['--data={bad}/meta_text'], 'meta.json'),
-    (['--data={bad}/meta_size'], 'vocab_size'), (['--data={bad}/meta_huge', '--vocab_size=50304'], '60000'), (['--wandb=x', '--threads=0'], '--threads'),
-]
-
-
-@pytest.mark.parametrize('flags, named', TRAIN_BAD, ids=[' '.join(f) for f, _ in TRAIN_BAD])
-def test_train_says_in_one_line_what_is_wrong(corpus, tmp_path, capsys, flags, named):
-    bad = bad_folders(corpus, tmp_path / 'bad')
-    flags = [f.format(bad=bad) for f in flags]
-    expect_one_line(lambda: train.main(['--steps=2', *SMALL, f'--data={corpus}', f'--out={tmp_path}/out', *flags]), named, capsys)
-    assert not os.path.exists(tmp_path / 'out')
-
-
-def expect_one_line(call, named, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        call()
-    error = capsys.readouterr().err
-    code = stopped.value.code
-    del stopped
-    gc.collect()  # the traceback holds main's frame, and that the folder lock
-    assert code == 2 and error.count('\n') == 1 and error.startswith('error: ') and named in error, error
-
-
-def test_another_run_in_the_folder_and_a_broken_checkpoint(corpus, whole_run, tmp_path, capsys):
-    flags = ['--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', '--log_every=5', '--eval_every=20', '--ckpt_every=7', '--keep_every=30']
-    before = {name: os.stat(whole_run / name).st_mtime_ns for name in os.listdir(whole_run)}
-    other_data = tmp_path / 'data'
-    os.makedirs(other_data)
-    for split in ('train', 'val'):
-        data.write_shard(str(other_data / f'x_{split}_000000.bin'), tokens_of(corpus, split)[::-1])
-    common.write_json(str(other_data / 'meta.json'), {'vocab_size': 257})
-    expect_one_line(lambda: train.main([*flags, f'--out={whole_run}', f'--data={other_data}']), 'fingerprint', capsys)
-    for change in ('--lr=1e-2', '--method=z_loss', '--seed=2', '--weight_tying', '--steps=61'):
-        expect_one_line(lambda: train.main([*flags, f'--out={whole_run}', change]), change[2:].split('=')[0], capsys)
-    assert before == {name: os.stat(whole_run / name).st_mtime_ns for name in os.listdir(whole_run)}
-    other = tmp_path / 'other'
-    os.makedirs(other)
-    (other / 'config.json').write_bytes((whole_run / 'config.json').read_bytes())
-    whole = (whole_run / 'model_30.pt').read_bytes()
-    for content in (b'', b'not a checkpoint', whole, whole[:len(whole) // 2], b'\x80\x04cos\nsystem\n(S"touch /tmp/pwned"\ntR.'):
-        (other / 'ckpt.pt').write_bytes(content)
-        expect_one_line(lambda: train.main([*flags, f'--out={other}']), 'ckpt.pt', capsys)
-        assert (other / 'ckpt.pt').read_bytes() == content and sorted(os.listdir(other)) == ['.lock', 'ckpt.pt', 'config.json']
-
-
-CSV_BAD = [('', 'no column'), ('method;size;weight_tying;lr;test_loss\n', 'no column'), ('method,size,weight_tying,lr\n', 'no column test_loss'),
-           ('method,size,weight_tying,lr,test_loss\n', 'no runs'), ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,fast,3\n', "lr should be a number"),
-           ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,0.1,\n', 'test_loss is empty'), ('method,size,weight_tying,lr,test_loss\nbaseline,16M,2,0.1,3\n', '0 or 1'),
-           ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,-1,3\n', 'above 0'),
-           ('method,size,weight_tying,lr,test_loss\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n', 'twice')]
-
-
-@pytest.mark.parametrize('text, named', CSV_BAD)
-def test_analyze_says_in_one_line_what_is_wrong_with_a_csv(tmp_path, capsys, text, named):
-    (tmp_path / 'r.csv').write_text(text)
-    expect_one_line(lambda: analyze.main([f'--results={tmp_path}/r.csv', f'--out={tmp_path}/out']), named, capsys)
-    assert not os.path.exists(tmp_path / 'out')
-
-
-def test_bad_input_of_the_other_programs(tmp_path, capsys, corpus):
-    (tmp_path / 'a.doc').write_text('x')
-    (tmp_path / 'a.jsonl').write_text('{"words": "x"}\n')
-    cases = [(analyze.main, [], 'run folders'), (analyze.main, ['/nowhere'], '/nowhere'), (analyze.main, [str(tmp_path)], 'no finished run'),
-             (analyze.main, ['--results=/nowhere.csv'], '/nowhere.csv'),
-             (prepare_fineweb.main, ['--source=web'], '--source'), (prepare_fineweb.main, ['--source=local'], '--files'),
-             (prepare_fineweb.main, ['--source=stdlib', '--files=x'], '--files'), (prepare_fineweb.main, ['--source=stdlib', '--tokens=many'], '--tokens'),
-             (prepare_fineweb.main, ['--source=local', '--tokenizer=bytes', '--files=/nowhere/*'], '/nowhere'),
-             (prepare_fineweb.main, ['--source=local', '--tokenizer=bytes', f'--files={tmp_path}/a.doc'], '.parquet'),
-             (prepare_fineweb.main, ['--source=local', '--tokenizer=bytes', '--workers=1', f'--files={tmp_path}/a.jsonl'], 'text column'),
-             (prepare_fineweb.main, ['--source=stdlib', '--tokenizer=bytes', '--workers=1', '--val_tokens=1e12'], '--val_tokens'),
-             (prepare_fineweb.main, ['--source=stdlib', '--tokenizer=bytes', f'--out={corpus}', '--val_tokens=20000', '--shard_tokens=7'], 'shard_tokens')]
-    for i, (main, flags, named) in enumerate(cases):
-        out = [] if any(f.startswith('--out') for f in flags) else [f'--out={tmp_path}/out{i}']
-        expect_one_line(lambda: main([*flags, *out]), named, capsys)
-        assert not list(tmp_path.glob(f'out{i}/*.bin'))
-
-
-def test_bad_input_as_a_user_sees_it(corpus, tmp_path):
-    done = python('train.py', '--lr=fast', check=2)
-    assert done.stderr.count('\n') == 1 and '--lr' in done.stderr and 'Traceback' not in done.stderr
-    done = torchrun(2, '--batch_size=3', *SMALL[:3], '--device=cpu', f'--data={corpus}', f'--out={tmp_path}/x')
-    assert done.returncode != 0 and done.stderr.count('error: --batch_size=3') == 1 and not (tmp_path / 'x').exists()
-    for env, named in ((dict(STEPS='many'), 'STEPS'), (dict(JOBS='0'), 'JOBS')):
-        done = sweep('demo', **env)
-        assert done.returncode == 2 and named in done.stderr and done.stderr.count('\n') == 1
-    assert sweep('grid').returncode == 2

@@ -9,6 +9,7 @@ The defaults are the paper's Appendix A. The run's folder holds config.json, log
 end model.pt and result.json. The same command again goes on where the run was stopped, or says that it is done.
 """
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from contextlib import nullcontext
 
 import torch
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
-from common import die, keep_freed_memory, lock_folder, make_folder, number, parse_args, read_json, write_atomic, write_json
+from common import die, lock_folder, make_folder, number, parse_args, read_json, run, write_atomic, write_json
 from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats, no_stats, swiglu_width
 
 # Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of its name.
@@ -41,6 +43,7 @@ FREE = ('micro_batch_size', 'device', 'compile', 'ckpt_every', 'keep_every', 'wa
 def parser():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     whole, count, positive = number(0, integer=True), number(1, integer=True), number(above=0)
+    extent = number(1, below=2**16 + 1, integer=True)
     flag = argparse.BooleanOptionalAction
 
     g = p.add_argument_group('method (Sections 1 and 2 of the paper)')
@@ -51,20 +54,20 @@ def parser():
     g = p.add_argument_group('model (Appendix A)')
     g.add_argument('--size', default='16M', choices=SIZES, help='one of the published sizes, or tiny (Eq. 19; default 16M)')
     g.add_argument('--weight_tying', action=flag, default=False, help='one matrix for input and output embeddings (default no)')
-    g.add_argument('--n_layer', type=count, help='layers (default: from --size)')
-    g.add_argument('--n_embd', type=count, help='width H (default: from --size)')
-    g.add_argument('--n_head', type=count, help='attention heads (default: from --size)')
-    g.add_argument('--vocab_size', type=number(1, below=2**16 + 1, integer=True), help='rows V of the head (default 50304; tiny: what the data needs, rounded up to 64)')
+    g.add_argument('--n_layer', type=extent, help='layers (default: from --size)')
+    g.add_argument('--n_embd', type=extent, help='width H (default: from --size)')
+    g.add_argument('--n_head', type=extent, help='attention heads (default: from --size)')
+    g.add_argument('--vocab_size', type=extent, help='rows V of the head (default 50304; tiny: what the data needs, rounded up to 64)')
     g.add_argument('--block_size', type=count, default=2048, help='sequence length in tokens (default 2048)')
     g.add_argument('--rope_fraction', type=number(0, below=1.001), default=0.5,
                    help='share of each head that RoPE rotates (default 0.5, as the published runs had it)')
 
     g = p.add_argument_group('optimization (Appendix A)')
-    g.add_argument('--lr', type=positive, default=3e-3, help='peak learning rate η (Eq. 18; default 3e-3)')
+    g.add_argument('--lr', type=number(above=0, below=1e33), default=3e-3, help='peak learning rate η (Eq. 18; default 3e-3)')
     g.add_argument('--min_lr', type=number(0), default=1e-5, help='where the cosine ends (default 1e-5)')
     g.add_argument('--warmup', type=whole, help='steps of linear warm-up (default 5%% of --steps: 5,000 of 100,000)')
     g.add_argument('--steps', type=count, default=100_000, help='optimizer steps (default 100,000)')
-    g.add_argument('--batch_size', type=count, default=64, help='sequences in a step, all processes together (default 64)')
+    g.add_argument('--batch_size', type=extent, default=64, help='sequences in a step, all processes together (default 64)')
     g.add_argument('--beta1', type=number(0, below=1), default=0.9, help='AdamW β1 (default 0.9)')
     g.add_argument('--beta2', type=number(0, below=1), default=0.95, help='AdamW β2 (default 0.95)')
     g.add_argument('--eps', type=positive, default=1e-8, help='AdamW ε (default 1e-8)')
@@ -82,7 +85,7 @@ def parser():
     g.add_argument('--head', choices=['chunked', 'plain'], default='chunked',
                    help='chunked never holds tokens x vocabulary logits, plain does (default chunked)')
     g.add_argument('--compile', action=flag, help='torch.compile (default on cuda)')
-    g.add_argument('--threads', type=count, help='CPU threads of this process (default: what PyTorch chooses)')
+    g.add_argument('--threads', type=number(1, below=1025, integer=True), help='CPU threads of this process (default: what PyTorch chooses)')
     g.add_argument('--deterministic', action=flag, default=False, help='deterministic kernels, for bit-exact resume on a GPU')
 
     g = p.add_argument_group('data, output, logging')
@@ -151,8 +154,22 @@ def find_device(args, local_rank):
     return torch.device('cuda', local_rank)
 
 
+def keep_freed_memory():
+    """
+    Has glibc keep freed memory for the next tensor of that size: given back, it returns as fresh pages that the kernel must
+    zero first, half the time of a small CPU step. What stays between the tensors of a loop keeps them from being reused.
+    """
+    if sys.platform == 'linux':
+        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # musl has none
+        mallopt(-3, 2**30)      # M_MMAP_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
 def fill_in(args, device_type, world_size):
     """Fills in the settings that follow from others, and refuses combinations that cannot work."""
+    for key in ('data', 'out'):
+        if getattr(args, key) == '':
+            die(f'--{key}= is empty; should be a folder')
     for key in ('n_layer', 'n_embd', 'n_head'):
         setattr(args, key, getattr(args, key) or SIZES[args.size][key])
     args.dtype = args.dtype or ('bfloat16' if device_type == 'cuda' else 'float32')
@@ -167,6 +184,8 @@ def fill_in(args, device_type, world_size):
         die(f'--n_embd={args.n_embd} should be an even multiple of --n_head={args.n_head}')
     if args.rope_fraction > 1:
         die(f'--rope_fraction={args.rope_fraction:g} should be from 0 to 1')
+    if args.method == 'weight_decay' and args.lam > 1:
+        die(f'--lam={args.lam:g} should be at most 1 with --method=weight_decay: E <- (1 - lam) E')
     if args.min_lr > args.lr:
         die(f'--min_lr={args.min_lr:g} should not be above --lr={args.lr:g}')
     if args.warmup >= args.steps:
@@ -228,13 +247,24 @@ def git_commit():
         return None
 
 
+def check_settings(where, before, settings):
+    """Exits with 2 where `before`, the settings of the run in `where`, are not those of this command."""
+    for key, value in settings.items():
+        if key not in FREE and before.get(key) != value:
+            die(f'{where} holds a run with {key}={before.get(key)!r}, this command has {value!r}; choose another --out')
+
+
 def load_checkpoint(path):
     """A checkpoint dict, tensors on the CPU; nothing in the file is executed. Exits with 2 where it is not whole."""
     try:
+        with zipfile.ZipFile(path) as archive:  # torch writes checksums, but does not look at them
+            if archive.testzip():
+                raise ValueError(f'{archive.testzip()} is damaged')
         with warnings.catch_warnings():  # torch warns of an odd pickle before it refuses it; one line is enough
             warnings.simplefilter('ignore')
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-        checkpoint['model'], checkpoint['optimizer'], checkpoint['step'], checkpoint['counters']
+        if not isinstance(checkpoint['step'], int) or not all(isinstance(checkpoint[k], dict) for k in ('model', 'optimizer', 'config', 'counters')):
+            raise ValueError('its parts are not what train.py writes')
         return checkpoint
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
@@ -248,11 +278,11 @@ def cut_log(path, step, steps):
     """
     kept = []
     if os.path.exists(path):
-        for line in open(path, encoding='utf-8'):
+        for line in open(path, encoding='utf-8', errors='replace'):
             try:
                 entry = json.loads(line)
                 kept += [line] if entry['step'] <= step and ('test_loss' not in entry or entry['step'] < steps) else []
-            except ValueError:  # half a line, written as the power went
+            except (ValueError, TypeError, KeyError):  # half a line, written as the power went or the disk was full
                 pass
         write_atomic(path, lambda file: file.write(''.join(kept)), mode='w')
 
@@ -341,7 +371,12 @@ def train_step(model, raw_model, optimizer, batch, lr, s, finite, with_stats):
 
 def main(argv=None):
     args = parse_args(parser(), argv)
-    rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+    try:
+        rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+    except ValueError:
+        die('RANK, LOCAL_RANK and WORLD_SIZE should be whole numbers, as torchrun sets them', any_rank=True)
+    if not 0 <= rank < world_size or world_size > 1 and 'MASTER_ADDR' not in os.environ:
+        die(f'RANK={rank} with WORLD_SIZE={world_size}: several processes are started with torchrun', any_rank=True)
     master = rank == 0
     device = find_device(args, local_rank)
     if device.type == 'cpu':
@@ -368,10 +403,7 @@ def main(argv=None):
     config_path, log_path, ckpt_path, model_path, result_path = (
         os.path.join(args.out, name) for name in ('config.json', 'log.jsonl', 'ckpt.pt', 'model.pt', 'result.json'))
     if os.path.exists(config_path):
-        before = read_json(config_path)
-        for key, value in settings.items():
-            if key not in FREE and before.get(key) != value:
-                die(f'{args.out} holds a run with {key}={before.get(key)!r}, this command has {value!r}; choose another --out')
+        check_settings(args.out, read_json(config_path), settings)
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo')
     lock = None
@@ -383,14 +415,15 @@ def main(argv=None):
     if os.path.exists(result_path):
         if master:
             print(f'{args.out} is done: test loss {read_json(result_path).get("test_loss")}')
+            if os.path.exists(ckpt_path):  # killed between the two
+                os.unlink(ckpt_path)
             lock.close()
         if world_size > 1:
             dist.destroy_process_group()
         return 0
     checkpoint = load_checkpoint(ckpt_path) if os.path.exists(ckpt_path) else None
-    if master:
-        write_json(config_path, settings)
-        cut_log(log_path, checkpoint['step'] if checkpoint else -1, args.steps)
+    if checkpoint:
+        check_settings(ckpt_path, checkpoint['config'], settings)
     if args.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
@@ -410,15 +443,22 @@ def main(argv=None):
         try:
             raw_model.load_state_dict(checkpoint['model'])
             optimizer.load_state_dict(checkpoint['optimizer'])
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            if not 0 < checkpoint['step'] <= args.steps or set(checkpoint['counters']) != set(counters):
+                raise ValueError(f'step {checkpoint["step"]} with counters {", ".join(checkpoint["counters"])}')
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             die(f'{ckpt_path}: not a checkpoint of this run ({" ".join(str(error).split())[:150]}); move it away to start from the beginning')
         step, counters = checkpoint['step'], checkpoint['counters']
-        del checkpoint
+    if master:
+        write_json(config_path, settings)
+        cut_log(log_path, step if checkpoint else -1, args.steps)
+    del checkpoint
     if args.compile:
         raw_model.compile_parts()
     model = raw_model
     if world_size > 1:
-        model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+        with warnings.catch_warnings():  # torch 2.13 has a new name for broadcast_buffers
+            warnings.simplefilter('ignore', FutureWarning)
+            model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True, broadcast_buffers=False)
     E = raw_model.E
 
     if master:
@@ -431,19 +471,24 @@ def main(argv=None):
 
     def write_log(entry):
         if master:
-            with open(log_path, 'a', encoding='utf-8') as file:
-                file.write(json.dumps(entry) + '\n')
+            try:
+                with open(log_path, 'a', encoding='utf-8') as file:
+                    file.write(json.dumps(entry) + '\n')
+            except OSError as error:
+                die(f'cannot write {log_path}: {error.strerror}; the same command goes on from the last checkpoint', 1)
             if args.wandb:
                 wandb.log(entry, step=entry['step'])
 
     def save(path, **more):
         if master:
+            with open(log_path, 'a', encoding='utf-8') as file:
+                os.fsync(file.fileno())  # the log is on disk before what counts on it
             state = {'model': raw_model.state_dict(), 'step': step, 'config': settings, **more}
             write_atomic(path, lambda file: torch.save(state, file))
 
     def load_batch(step):
         """This process's share of the global batch of `step`, on the device: a list of (tokens, targets), micro-batches."""
-        windows = data.batch_windows(args.seed, step, args.batch_size, n_windows)[rank * per_process:(rank + 1) * per_process]
+        windows = data.batch_windows(args.seed, step, args.batch_size, n_windows, rank, world_size)
         batch = torch.from_numpy(data.read_windows(train_shards, args.block_size, windows, args.vocab_size))
         batch = batch.pin_memory().to(device, non_blocking=True) if on_gpu else batch.to(device)
         return [(part[:, :-1], part[:, 1:]) for part in batch.split(micro)]
@@ -538,8 +583,12 @@ def main(argv=None):
             exit_status = 128 + stop_signal
             break
 
-    for number_, handler in old_handlers.items():  # from here on a signal ends us at once: the last step is saved
-        signal.signal(number_, handler)
+    def stop(number, _):
+        print('stopped by a signal after the last step; the same command goes on from there', flush=True)
+        os._exit(128 + number)
+
+    for s in (signal.SIGTERM, signal.SIGINT):  # from here on they end us at once: the last step is saved. SIGUSR1 asks for no more
+        signal.signal(s, stop)
     if exit_status == 0:
         # the end: test loss, model.pt, result.json, and the checkpoint goes
         test_loss = math.nan if broken else evaluate(raw_model, val_shards, args.test_tokens, micro, rank, world_size)
@@ -563,6 +612,8 @@ def main(argv=None):
     elif master:
         print(f'stopped by a signal at step {step}; the same command goes on from there', flush=True)
 
+    for s, handler in old_handlers.items():
+        signal.signal(s, handler)
     if lock:
         lock.close()
     if world_size > 1:
@@ -571,5 +622,16 @@ def main(argv=None):
     return exit_status
 
 
+def one_process(argv):
+    """main, in which the loss of the other processes of the run is one line."""
+    try:
+        return main(argv)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and 'gloo' not in str(error):
+            raise
+        die(f'rank {os.environ.get("RANK")}: lost another process of this run ({str(error)[:150]}); the same command goes on from the last '
+            'checkpoint', 1, any_rank=True)
+
+
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    run(one_process)
