@@ -117,7 +117,7 @@ def embeddings_to_loss(E, config, step=0):
     if config.head_mode == 'spectrum_control':                                # lam sum_k (sigma_k - c_1 exp(-k / H))^2
         scale = E.detach().abs().amax()  # or the squares of a diverging E overflow before E does
         squares = torch.linalg.eigvalsh((E / scale).T @ (E / scale)).flip(0)[:len(E)]
-        k = torch.arange(1, len(squares) + 1, device=E.device) / E.size(1)
+        k = torch.arange(1, len(squares) + 1, dtype=E.dtype, device=E.device) / E.size(1)
         prior = math.sqrt(2 * len(E) / sum(E.shape)) * torch.exp(-k)
         return config.lam * (scale * squares.clamp(min=1e-12).sqrt() - prior).square().sum()
     return E.new_zeros(())

@@ -306,6 +306,58 @@ def test_a_signal_saves_and_the_lock_keeps_others_out(corpus, tmp_path, number, 
     assert torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['step'] >= 20
 
 
+def test_coupled_adam_keeps_mu_far_below_the_baselines_at_the_demo_size(corpus, tmp_path):
+    """300 steps of the demo; the rounding of the logits' gradient is all that is left to move mu."""
+    norms = {}
+    for method in ('baseline', 'coupled_adam'):
+        python('train.py', f'--method={method}', '--lr=0.3', '--size=tiny', '--steps=300', '--batch_size=8', '--block_size=128', '--logits_dtype=bfloat16',
+               '--device=cpu', f'--data={corpus}', f'--out={tmp_path / method}', '--eval_tokens=128', '--test_tokens=128')
+        norms[method] = json.load(open(tmp_path / method / 'result.json'))['mu_norm']
+    assert norms['coupled_adam'] < 0.01 * norms['baseline']
+
+
+def test_init_from_goes_on_from_another_run_with_another_method(corpus, whole_run, tmp_path):
+    """With the method that the other run had it ends as if that had never stopped; killed, it ends the same too."""
+    flags = ['--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', '--log_every=5', '--eval_every=20', '--keep_every=30', f'--out={tmp_path}/a']
+    process = subprocess.Popen([sys.executable, 'train.py', *flags, '--ckpt_every=14'], cwd=HERE, env=ENV, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:  # stopped on the way, so that it leaves a ckpt.pt
+        if line.startswith('step 30/'):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    start = torch.load(tmp_path / 'a' / 'ckpt.pt', weights_only=True)['step']
+    again = ('--method=mu_loss', f'--init_from={tmp_path}/a', '--ckpt_every=0', '--threads=1')
+    python('train.py', *again, f'--out={tmp_path}/b', '--device=cpu')
+    ours, theirs = ([e for e in log_of(f) if e['step'] > start] for f in (tmp_path / 'b', whole_run))
+    assert ours == theirs and all(torch.equal(w, weights(whole_run)[name]) for name, w in weights(tmp_path / 'b').items())
+    assert json.load(open(tmp_path / 'b' / 'config.json'))['init_from'] == f'{tmp_path}/a'
+    # another method, stopped once, its source gone by then
+    other = ('train.py', '--method=mu_centering', f'--init_from={tmp_path}/a/ckpt.pt', '--device=cpu', '--ckpt_every=3', '--threads=1')
+    python(*other, f'--out={tmp_path}/c')
+    command = [sys.executable, *other, f'--out={tmp_path}/d']
+    process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / 'd' / 'ckpt.pt').exists():
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    os.unlink(tmp_path / 'a' / 'ckpt.pt')
+    assert 'going on at step' in python(*command[1:]).stdout
+    assert log_of(tmp_path / 'c') == log_of(tmp_path / 'd')
+    assert log_of(tmp_path / 'c')[0]['step'] == start and log_of(tmp_path / 'c')[-2]['mu_norm'] < 1e-6 < log_of(tmp_path / 'b')[-2]['mu_norm']
+
+
+def test_init_from_a_kept_model_and_what_cannot_work(corpus, whole_run, tmp_path, capsys):
+    python('train.py', '--method=coupled_adam', f'--init_from={whole_run}/model_30.pt', f'--out={tmp_path}/kept', '--device=cpu')
+    log, config = log_of(tmp_path / 'kept'), json.load(open(tmp_path / 'kept' / 'config.json'))
+    before = [e for e in log_of(whole_run) if e['step'] == 30 and 'mu_norm' in e][0]
+    assert [e['step'] for e in log if 'loss' in e] == [35, 40, 45, 50, 55, 60] and config['lr'] == 3e-2 and config['lam'] == 1e-4
+    assert log[1]['lr'] == [e for e in log_of(whole_run) if e['step'] == 35][0]['lr'] and abs(log[1]['loss'] - before['loss']) < 0.5
+    (tmp_path / 'x.pt').write_bytes(b'not a checkpoint')
+    for flags, named in (([f'--init_from={tmp_path}/x.pt'], 'x.pt'), (['--init_from=/nowhere'], '/nowhere'), ([f'--init_from={tmp_path}'], 'ckpt.pt'),
+                         ([f'--init_from={whole_run}'], '--steps=60'), ([f'--init_from={whole_run}/model_30.pt', '--n_embd=64'], 'another shape')):
+        expect_one_line(lambda: train.main(['--method=mu_centering', f'--out={tmp_path}/bad', '--device=cpu', *flags]), named, capsys)
+        assert not (tmp_path / 'bad').exists()
+
+
 def test_processes_and_micro_batches_change_nothing(corpus, tmp_path):
     """Five float64 steps, tied and centered (so that a rank that were not centered would show): 1 and 2 processes, accumulation."""
     flags = ('--method=mu_centering', '--weight_tying', '--lr=1e-2', '--steps=5', '--log_every=1', *SMALL[:-1], '--dtype=float64', f'--data={corpus}')
@@ -579,6 +631,8 @@ TRAIN_BAD = [  # flags, what the line must name
     (['--stepz=5'], 'did you mean --steps'), (['--warmup=100', '--steps=100'], '--warmup'), (['--min_lr=1', '--lr=0.1'], '--min_lr'),
     (['--batch_size=4', '--micro_batch_size=3'], '--micro_batch_size'), (['--n_embd=30', '--n_head=4'], '--n_embd'), (['--device=tpu'], '--device'),
     (['--eval_tokens=5'], '--eval_tokens'), (['--rope_fraction=2'], '--rope_fraction'), (['--dtype=float16'], '--dtype'), (['--vocab_size=100'], '257'), (['--vocab_size=1e9'], '--vocab_size'),
+    (['--center_every=0'], '--center_every'), (['--center_every=2'], '--method=mu_centering'), (['--center_input', '--method=z_loss'], '--center_input'),
+    (['--method=baseline+mu_centering'], '--method'), (['--method=mu_centering+z_loss'], '--method'), (['--lam=-1'], '--lam'),
     (['--data=/nowhere'], '/nowhere'), (['--data={bad}/empty'], 'empty'), (['--data={bad}/short'], 'too short'), (['--data={bad}/cut'], 'cut short'),
     (['--data={bad}/magic'], '20240520'), (['--data={bad}/version'], 'version 2'), (['--data={bad}/longer'], '60000'),
     (['--data={bad}/beyond'], 'token 32767'), (['--data={bad}/few'], 'whole window'), (['--data={bad}/meta_text'], 'meta.json'),
