@@ -18,7 +18,7 @@ import common
 import data
 import prepare_fineweb
 import train
-from model import GPT, gpt_config
+from model import GPT, LAM, METHODS, gpt_config, head_mode
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SMALL = ('--size=tiny', '--n_embd=32', '--block_size=32', '--batch_size=4', '--test_tokens=256', '--eval_tokens=128', '--device=cpu',
@@ -488,6 +488,9 @@ def test_dry_run_prints_the_papers_grids():
         settings = {'size': flags['size'], 'weight_tying': '--weight_tying' in line, 'method': flags['method'], 'lam': float(flags['lam']),
                     'lr': float(flags['lr']), 'seed': int(flags['seed'])}
         assert name == train.run_name(settings)
+    for line in sweep('demo', DRY_RUN='1', METHODS=' '.join((*METHODS, 'max_z_loss+mu_centering'))).stdout.splitlines():
+        args = train.parser().parse_args(line.split()[2:])  # every method, with its own λ where it has one
+        assert args.out == 'out/demo/' + train.run_name(vars(args)) and args.lam in (LAM.get(head_mode(args.method), 1e-4), 1e-1)
     odd = sweep('demo', DRY_RUN='1', OUT='a b$(touch x)', METHODS='baseline', LRS='1e-2').stdout
     assert odd.count('\n') == 1 and r'a\ b\$\(touch\ x\)' in odd and not os.path.exists(os.path.join(HERE, 'x'))
 
