@@ -12,7 +12,7 @@ import data
 import model as model_py
 import train
 from common import write_json
-from model import GPT, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
+from model import GPT, LAM, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
 
 F64 = torch.float64
 BF16_UNIT = 2.0 ** -9  # largest relative error of one rounding to bf16 (8 significant bits)
@@ -712,6 +712,7 @@ def test_defaults_are_appendix_a():
         args.method, args.lam = method, None
         train.fill_in(args, 'cuda', 4)
         assert args.lam == 1e-4
+    assert LAM['max_z_loss'] == 2e-4 and LAM['cosine_reg'] == 1  # those of Baichuan 2 and of Gao et al.
     assert (args.n_layer, args.n_embd, args.n_head, args.eval_tokens, args.test_tokens) == (6, 224, 4, 1_048_576, 10_485_760)
 
 

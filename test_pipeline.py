@@ -331,14 +331,14 @@ def test_init_from_goes_on_from_another_run_with_another_method(corpus, whole_ru
     assert ours == theirs and all(torch.equal(w, weights(whole_run)[name]) for name, w in weights(tmp_path / 'b').items())
     assert json.load(open(tmp_path / 'b' / 'config.json'))['init_from'] == f'{tmp_path}/a'
     # another method, stopped once, its source gone by then
-    other = ('train.py', '--method=mu_centering', f'--init_from={tmp_path}/a/ckpt.pt', '--device=cpu', '--ckpt_every=3', '--threads=1')
+    other = ('train.py', '--method=mu_centering', f'--init_from={tmp_path}/a/ckpt.pt', '--device=cpu', '--ckpt_every=0', '--threads=1')
     python(*other, f'--out={tmp_path}/c')
     command = [sys.executable, *other, f'--out={tmp_path}/d']
     process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (tmp_path / 'd' / 'ckpt.pt').exists():
+    while process.poll() is None and not (tmp_path / 'd' / 'ckpt.pt').exists():  # which is there from the beginning
         time.sleep(0.002)
     process.kill()
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL and torch.load(tmp_path / 'd' / 'ckpt.pt', weights_only=True)['step'] == start
     os.unlink(tmp_path / 'a' / 'ckpt.pt')
     assert 'going on at step' in python(*command[1:]).stdout
     assert log_of(tmp_path / 'c') == log_of(tmp_path / 'd')

@@ -478,6 +478,7 @@ def main(argv=None):
             raw_model.load_state_dict(state['model'])
             if 'optimizer' in state:
                 optimizer.load_state_dict(state['optimizer'])
+                optimizer.param_groups[0].update(betas=(args.beta1, args.beta2), eps=args.eps)  # which --init_from may change
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             path = ckpt_path if checkpoint else args.init_from
             die(f'{path}: not a checkpoint of this run ({" ".join(str(error).split())[:150]}); move it away to start from the beginning')
