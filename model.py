@@ -170,7 +170,8 @@ def loss_and_grad(product, targets, config, with_stats):
     """
     grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
     grad, (loss, stats) = grad_and_value(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
-    if torch.compiler.is_compiling():  # a fused kernel writes in place for nothing, otherwise it would be one more pass
+    # a fused kernel writes in place for nothing, otherwise it would be one more pass; PyTorch's compiler for CPUs fails on it in norm_softmax
+    if torch.compiler.is_compiling() and config.head_mode != 'norm_softmax':
         return product.copy_(grad), loss, stats
     return grad.to(product.dtype), loss, stats
 

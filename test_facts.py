@@ -235,7 +235,8 @@ def test_compiling_keeps_every_rounding():
     assert abs(math.exp(-loss.item()) - 0.091) < 5e-4
     g = torch.Generator().manual_seed(0)
     products, targets = 30 * torch.randn(16, 200, generator=g), torch.randint(200, (16,), generator=g)
-    for config in (GPTConfig(logits_dtype='bfloat16', head_mode='soft_capping'), GPTConfig(logits_dtype='bfloat16', head_mode='z_loss')):
+    for method in ('soft_capping', 'z_loss', 'norm_softmax'):
+        config = GPTConfig(logits_dtype='bfloat16', head_mode=method)
         (a, eager, _), (b, loss, _) = (f(products.clone(), targets, config, False) for f in (model_py.loss_and_grad, compiled))
         torch.testing.assert_close(loss, eager, rtol=1e-6, atol=0)
         # fp32 rounding may tip a value over to the next bf16 number here and there; a missing rounding would change most
