@@ -26,7 +26,7 @@ import data
 import plots
 import tables
 from common import die, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
-from model import GPT, METHODS, SIZES, USES_LAM, GPTConfig, gpt_config, n_chunks
+from model import GPT, LAM, METHODS, SIZES, GPTConfig, gpt_config, head_mode, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
 
@@ -40,7 +40,7 @@ LRS_COLUMNS = 'size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_
 DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0')
 LIMITS = {  # what a number in a csv should be
     'weight_tying': ('0 or 1', lambda x: x in (0, 1)), 'diverged': ('0 or 1', lambda x: x in (0, 1)),
-    'lr': ('above 0', lambda x: 1e-30 < x < 1e30), 'lam': ('0 or above', lambda x: 0 <= x < 1e30),
+    'lr': ('above 0', lambda x: 1e-40 < x < 1e40), 'lam': ('0 or above', lambda x: 0 <= x < 1e30),
     'seed': ('a whole number', lambda x: math.isfinite(x) and x == int(x)), 'steps': ('a number above 0', lambda x: 0 < x < 1e30),
     'n_params': ('a number above 0', lambda x: 0 < x < 1e30), 'init_loss': ('a number above 0', lambda x: 0 < x < math.inf)}
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
@@ -255,8 +255,9 @@ def paper_order(row):
 def complete(rows, source='the runs'):
     """Fills in what follows from the size and the schedule, orders the rows as the paper does, and refuses two rows of the same run."""
     for r in rows:
-        if r['method'] in METHODS:  # an empty λ is the paper's, and a method without one has none
-            r['lam'] = (1e-4 if r['lam'] is None else r['lam']) if r['method'] in USES_LAM else None
+        if head_mode(r['method']) in METHODS:  # an empty λ is the method's default, and a method without one has none
+            default = LAM.get(head_mode(r['method']))
+            r['lam'] = None if default is None else default if r['lam'] is None else r['lam']
         r['init_loss'] = PUBLISHED_INIT_LOSS.get(r['size']) if r['init_loss'] is None else r['init_loss']
         if r['n_params'] is None and r['size'] in PUBLISHED_INIT_LOSS:
             r['n_params'] = n_params(r['size'])

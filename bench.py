@@ -174,7 +174,7 @@ def training_step(size, method, micro, args, device):
     A function that trains one step of train.py, on the same batch each time, in micro-batches of `micro` sequences, and
     its model.
     """
-    s = {'method': method, 'lam': 1e-4, 'grad_clip': 1.0}
+    s = {'method': method, 'lam': 1e-4, 'grad_clip': 1.0, 'center_every': 1, 'center_input': False}
     config = step_config(size, method, args)
     torch.manual_seed(0)
     model = GPT(config).to(device)
@@ -186,7 +186,7 @@ def training_step(size, method, micro, args, device):
     finite = torch.ones((), device=device)
 
     def step(with_stats=False):
-        train.train_step(model, model, optimizer, batch, 1e-3, s, finite, with_stats)
+        train.train_step(model, model, optimizer, batch, 1, 1e-3, s, finite, with_stats)
     return step, model
 
 

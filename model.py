@@ -5,8 +5,8 @@ Names and shapes: E output embeddings (V, H), mu their mean (H,), h final hidden
 l_i = e_i . h, lam the coefficient lambda, cap the soft-cap c. N counts token positions, V the vocabulary, H the width.
 
 A method that acts on the logits is a few lines in logits_to_loss, one that acts on the embeddings alone a few lines in
-embeddings_to_loss; the two that act on the weights (weight_decay, mu_centering) are a few lines around optimizer.step()
-in train.py.
+embeddings_to_loss; those that act on the weights (weight_decay, coupled_adam, mu_centering) are a few lines around
+optimizer.step() in train.py.
 """
 import math
 from dataclasses import dataclass, fields
@@ -15,8 +15,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-METHODS = ('baseline', 'weight_decay', 'z_loss', 'soft_capping', 'mu_loss', 'mu_centering')
-USES_LAM = ('weight_decay', 'z_loss', 'mu_loss')
+METHODS = ('baseline', 'weight_decay', 'z_loss', 'soft_capping', 'mu_loss', 'mu_centering',
+           'max_z_loss', 'norm_softmax', 'coupled_adam', 'cosine_reg', 'laplace_reg', 'spectrum_control')
+# the methods that have a lambda, and its default (sweep.sh reads this line)
+LAM = {'weight_decay': 1e-4, 'z_loss': 1e-4, 'mu_loss': 1e-4, 'max_z_loss': 2e-4, 'cosine_reg': 1, 'laplace_reg': 1, 'spectrum_control': 1e-4}
+USES_LAM = tuple(LAM)
 
 SIZES = {  # the paper's five, from Porian et al. (2024), and one for a CPU
     'tiny': dict(n_layer=2, n_embd=64, n_head=4),
@@ -50,9 +53,14 @@ class GPTConfig:
     head: str = 'chunked'              # chunked: never holds N x V logits; plain: holds them all, for comparison
 
 
+def head_mode(method):
+    """The method beside mu-centering: z_loss of z_loss+mu_centering, any other name as it is."""
+    return method.removesuffix('+mu_centering')
+
+
 def gpt_config(settings):
     """The GPTConfig of a run's settings (train.py's flags, config.json), which call head_mode method."""
-    return GPTConfig(**{f.name: settings['method' if f.name == 'head_mode' else f.name] for f in fields(GPTConfig)})
+    return GPTConfig(**{f.name: settings[f.name] for f in fields(GPTConfig) if f.name != 'head_mode'}, head_mode=head_mode(settings['method']))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -61,31 +69,57 @@ def gpt_config(settings):
 
 def logits_to_loss(logits, targets, config, with_stats=True):
     """
-    What a method does with the logits. The only place where the cross entropy, z-loss or soft-capping is written.
+    What a method does with the logits. The only place where the cross entropy, z-loss, soft-capping and their like are written.
 
     logits (N, V) in the dtype they were rounded to, targets (N,) int64. Returns the loss summed over positions (what
     training minimises: cross entropy and regulariser) and the STATS vector (7,), detached, zero after `reg` without
-    with_stats. The softmax is in fp32.
+    with_stats. The softmax is in fp32; norm_softmax's temperature is part of it, the statistics are of the logits before it.
     """
     full = torch.promote_types(logits.dtype, torch.float32)
     if config.head_mode == 'soft_capping':  # l <- c tanh(l / c), Eq. 6; rounded once more, as a bf16 model would
         logits = (config.cap * torch.tanh(logits.to(full) / config.cap)).to(logits.dtype)
-    logits = logits.to(full)
-    log_z = torch.logsumexp(logits, dim=-1)                                   # log Z, Eq. 4
+    logits = scores = logits.to(full)
+    if config.head_mode == 'norm_softmax':  # softmax(l / sigma_l), Jiang et al. (2023); that it centers l too drops out of the softmax
+        scores = F.layer_norm(logits, logits.shape[-1:], eps=1e-12)
+    log_z = torch.logsumexp(scores, dim=-1)                                   # log Z, Eq. 4
     # L = -log p_t = log Z - l_t, Eq. 1; nll_loss is -l_t, its gradient needs no second N x V tensor when compiled
-    loss = log_z + F.nll_loss(logits, targets, reduction='none')
+    loss = log_z + F.nll_loss(scores, targets, reduction='none')
     if config.head_mode == 'z_loss':                                          # L_z = lam log^2 Z, Eq. 5
         reg = config.lam * log_z.square()
+    elif config.head_mode == 'max_z_loss':                                    # lam (max_i l_i)^2, Baichuan 2 (2023)
+        reg = config.lam * logits.amax(dim=-1).square()
     else:
         reg = torch.zeros_like(loss)
     sums = torch.stack([loss.sum(), reg.sum()]).detach().to(stats_dtype(logits))
     return (loss + reg).sum(), torch.cat((sums, logit_stats(logits.detach()) if with_stats else sums.new_zeros(len(STATS) - 2)))
 
 
-def embeddings_to_loss(E, config):
-    """What a method adds to the mean loss as a function of the output embeddings E (V, H) alone: a scalar."""
+def embeddings_to_loss(E, config, step=0):
+    """
+    What a method adds to the mean loss as a function of the output embeddings E (V, H) alone: a scalar, without a V x V tensor. `step` picks what laplace_reg samples, so that a step means the same after a resume and on every process.
+
+    mu_loss: Eq. 14. cosine_reg: mean cosine of pairs i != j, exactly (Gao et al. 2019; their coefficient is 1).
+    laplace_reg: mean heat-kernel similarity of pairs; its gradient is the graph Laplacian of these similarities applied to the
+    unit embeddings, so it drives near ones apart. Sampled: 256 embeddings a step, in turn, against all. From the title and the
+    references of Zhang et al. (2020), whose own equations we could not read; kernel and coefficient are ours.
+    spectrum_control: singular values towards a slowly decaying prior c_1 exp(-c_2 k^gamma), the exponential one of Wang et al.
+    (2020), on E itself instead of their factorisation of it, from the eigenvalues of the H x H Gram matrix. c_1, the size at
+    initialisation, c_2 = 1 / H, gamma = 1 and the coefficient are ours.
+    """
     if config.head_mode == 'mu_loss':                                         # L_mu = lam mu . mu, Eq. 14
         return config.lam * E.mean(dim=0).square().sum()
+    if config.head_mode == 'cosine_reg':                                      # lam / V^2 sum_(i != j) cos(e_i, e_j)
+        return config.lam * (F.normalize(E).sum(dim=0).square().sum() - len(E)) / len(E) ** 2
+    if config.head_mode == 'laplace_reg':                                     # lam mean_ij exp(-|e_i/|e_i| - e_j/|e_j||^2)
+        unit, n = F.normalize(E), min(256, len(E))
+        rows = (step * n + torch.arange(n, device=E.device)) % len(E)
+        return config.lam * torch.exp(2 * (unit[rows] @ unit.T - 1)).mean()
+    if config.head_mode == 'spectrum_control':                                # lam sum_k (sigma_k - c_1 exp(-k / H))^2
+        scale = E.detach().abs().amax()  # or the squares of a diverging E overflow before E does
+        squares = torch.linalg.eigvalsh((E / scale).T @ (E / scale)).flip(0)[:len(E)]
+        k = torch.arange(1, len(squares) + 1, dtype=E.dtype, device=E.device) / E.size(1)
+        prior = math.sqrt(2 * len(E) / sum(E.shape)) * torch.exp(-k)
+        return config.lam * (scale * squares.clamp(min=1e-12).sqrt() - prior).square().sum()
     return E.new_zeros(())
 
 
@@ -136,7 +170,8 @@ def loss_and_grad(product, targets, config, with_stats):
     """
     grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
     grad, (loss, stats) = grad_and_value(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
-    if torch.compiler.is_compiling():  # a fused kernel writes in place for nothing, otherwise it would be one more pass
+    # a fused kernel writes in place for nothing, otherwise it would be one more pass; PyTorch's compiler for CPUs fails on it in norm_softmax
+    if torch.compiler.is_compiling() and config.head_mode != 'norm_softmax':
         return product.copy_(grad), loss, stats
     return grad.to(product.dtype), loss, stats
 
@@ -337,17 +372,15 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets, with_stats=True):
         """
-        tokens, targets (B, T) int64 -> what training minimises (the mean over the B T positions of cross entropy and
-        regulariser) and the STATS vector (7,) of those positions, without with_stats loss and reg alone. Without
-        gradients (evaluation) the first is None.
+        tokens, targets (B, T) int64 -> what training minimises (the mean over the B T positions of cross entropy and the
+        regulariser of the logits; that of the embeddings is added once a step, in train.py) and the STATS vector (7,) of those
+        positions, without with_stats loss and reg alone. Without gradients (evaluation) the first is None.
         """
         h, targets = self.hidden(tokens).flatten(0, 1), targets.flatten()
         if not torch.is_grad_enabled():
-            loss, stats = None, head_stats(h, self.E, targets, self.config, with_stats)
-        elif self.config.head == 'chunked':
+            return None, head_stats(h, self.E, targets, self.config, with_stats)
+        if self.config.head == 'chunked':
             loss, stats = ChunkedHead.apply(h, self.E, targets, self.config, with_stats, self.loss_and_grad)
         else:
             loss, stats = plain_head(h, self.E, targets, self.config, with_stats)
-        penalty = embeddings_to_loss(self.E, self.config)
-        stats = torch.cat((stats[:1], stats[1:2] + len(h) * penalty.detach(), stats[2:]))
-        return None if loss is None else loss / len(h) + penalty, stats
+        return loss / len(h), stats

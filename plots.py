@@ -15,10 +15,12 @@ from matplotlib.colors import to_rgb  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import NullFormatter, NullLocator  # noqa: E402
 
-from tables import capped_loss, name, readable, sizes, variant, variants  # noqa: E402
+from tables import capped_loss, default_lam, name, readable, sizes, variant, variants  # noqa: E402
 
 COLORS = {'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
-          'mu_loss': '#FF9500', 'mu_centering': '#00B945'}  # the paper's
+          'mu_loss': '#FF9500', 'mu_centering': '#00B945',  # the paper's
+          'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22',
+          'laplace_reg': '#7F6000', 'spectrum_control': '#1A1A1A'}
 STYLES = {'16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'), '221M': ('X', '-'), 'tiny': ('o', '-')}
 ETA, LOSS = r'learning rate $\eta$', r'test loss $\mathcal{L}$'
 SYMBOLS = {'mu_norm': r'$\|\mu\|$', 'logit_mean': r'logit mean $\bar{l}$', 'logit_std': r'logit standard deviation $\sigma_l$',
@@ -29,12 +31,12 @@ plt.rcParams.update({'font.size': 9, 'axes.grid': True, 'grid.alpha': 0.25, 'leg
 
 
 def color(method, lam=None):
-    """The paper's colour; λ other than 1e-4 in lighter (smaller) or darker (larger) shades of it."""
-    base = to_rgb(COLORS.get(method, '#444444'))
-    if lam is None:
-        return base
-    shade = max(-0.6, min(0.6, 0.12 * (math.log10(lam) + 4))) if lam > 0 else -0.6
-    return tuple(c * (1 - shade) if shade > 0 else c + (1 - c) * -shade for c in base)
+    """A method's colour; λ other than its default in lighter (smaller) or darker (larger) shades; with +mu_centering half way to that."""
+    base = np.array(to_rgb(COLORS.get(method.split('+')[0], '#444444')))
+    if '+' in method:
+        base = (base + to_rgb(COLORS['mu_centering'])) / 2
+    shade = 0 if lam is None else max(-0.6, min(0.6, 0.12 * math.log10(lam / default_lam(method)))) if lam > 0 else -0.6
+    return tuple(base * (1 - shade) if shade > 0 else base - (1 - base) * shade)
 
 
 def style(size):
@@ -215,7 +217,7 @@ def sensitivity(rows, lrs_rows, path):
         part = [r for r in rows if r['method'] == method]
         curves(column[0], part, capped_loss)
         column[0].set(title=plain(name(method)), xlabel=ETA, ylabel=LOSS)
-        column[0].legend(handles=[Line2D([], [], color=color(*v), label=rf'$\lambda$ = {v[1] or 1e-4:g}') for v in variants(part)], fontsize=8)
+        column[0].legend(handles=[Line2D([], [], color=color(*v), label=rf'$\lambda$ = {v[1] or default_lam(method):g}') for v in variants(part)], fontsize=8)
         if lines == 2:
             draw_lrs(column[1], [r for r in lrs_rows if r['method'] == method])
     save(figure, path)

@@ -123,7 +123,8 @@ def encode_all(texts, encode, workers):
         while batch := list(itertools.islice(texts, 256 * workers)):
             results = pool.imap(encode, batch, chunksize=16)
             try:
-                yield from results
+                for tokens in results:  # not yield from, which would close `results` with this generator and leave nothing to wait for
+                    yield tokens
             finally:  # also where the reader has enough: a worker ended while it holds the queue's lock would block us
                 for _ in results:
                     pass

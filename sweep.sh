@@ -7,7 +7,8 @@
 #   bash sweep.sh status          what is done, running, waiting and failed of the sweeps in out/ (or of the one in OUT), and the time left
 #
 # Narrow or widen any of them by environment variables, lists separated by spaces:
-#   METHODS SIZES LRS TYING (untied tied) LAMS (weight_decay keeps the paper's 1e-4) SEEDS STEPS
+#   METHODS (default: the paper's six; all: those that it cites too; each also with +mu_centering)
+#   SIZES LRS TYING (untied tied) LAMS (default: each method's own) SEEDS STEPS
 #   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo: the cores)
 #   OUT     folder of the runs (default out/<grid>)                      DATA     folder of the shards
 #   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, for this folder; run nothing
@@ -63,13 +64,14 @@ export GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
 case $GRID in
   paper)
     : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}" "${SIZES:=16M 29M 57M 109M 221M}"
-    : "${LRS:=3e-4 1e-3 3e-3 1e-2 3e-2 1e-1 3e-1}" "${TYING:=untied tied}" "${LAMS:=1e-4}" "${STEPS:=100000}" "${DATA:=data/fineweb}" ;;
+    : "${LRS:=3e-4 1e-3 3e-3 1e-2 3e-2 1e-1 3e-1}" "${TYING:=untied tied}" "${STEPS:=100000}" "${DATA:=data/fineweb}" ;;
   ablation)
     : "${METHODS:=z_loss mu_loss}" "${SIZES:=16M 29M 57M 109M 221M}"
     : "${LRS:=3e-4 1e-3 3e-3 1e-2 3e-2 1e-1 3e-1}" "${TYING:=untied}" "${LAMS:=1e-7 1e-4 1e-1 1e2}" "${STEPS:=100000}" "${DATA:=data/fineweb}" ;;
   demo)
-    : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}" "${SIZES:=tiny}"
-    : "${LRS:=1e-2 1e-1 3e-1}" "${TYING:=untied}" "${LAMS:=1e-4 1e-1}" "${STEPS:=1000}" "${DATA:=data/stdlib}" "${NPROC:=1}"
+    : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}"
+    [ "${LAMS:-}" ] || ALSO=1e-1  # of z_loss and mu_loss, beside the default
+    : "${SIZES:=tiny}" "${LRS:=1e-2 1e-1 3e-1}" "${TYING:=untied}" "${STEPS:=1000}" "${DATA:=data/stdlib}" "${NPROC:=1}"
     : "${JOBS:=$(nproc 2>/dev/null || sysctl -n hw.ncpu)}"
     export OMP_NUM_THREADS=1 ;;
   *) refuse "no grid '$GRID'; should be paper, ablation, demo or status" ;;
@@ -88,11 +90,13 @@ each_should() {
   for x in ${!1}; do [[ $x =~ ^($3)$ ]] || refuse "$1 has '$x'; should be $2"; done
 }
 one_of() { each_should "$1" "some of $(xargs <<<"$2")" "$(xargs <<<"$2" | tr ' ' '|')"; }
-one_of METHODS "$(awk '/^METHODS = /{on = 1} on{print} on && /\)/{exit}' model.py | sed 's/METHODS = //' | tr -d "(),'")"
+all=$(awk '/^METHODS = /{on = 1} on{print} on && /\)/{exit}' model.py | sed 's/METHODS = //' | tr -d "(),'" | xargs)
+[ "$METHODS" != all ] || METHODS=$all
+each_should METHODS "some of $all, each also with +mu_centering" "(${all// /|})([+]mu_centering)?"
 one_of SIZES "$(sed -n "s/^    '\(.*\)': dict(n_layer.*/\1/p" model.py)"
 one_of TYING 'untied tied'
 each_should LRS 'numbers above 0, such as 1e-1' '[0-9]*[1-9][0-9]*[.]?[0-9]*([eE][-+]?[0-9]+)?|[0-9]*[.][0-9]*[1-9][0-9]*([eE][-+]?[0-9]+)?'
-each_should LAMS 'numbers, such as 1e-4' '([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?'
+[ -z "${LAMS-}" ] || each_should LAMS 'numbers, such as 1e-4' '([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?'
 each_should SEEDS 'whole numbers' '0|[1-9][0-9]{0,9}'
 case $OUT in -*) OUT=./$OUT ;; esac
 [ -d "$DATA" ] || [ "$DRY_RUN" != 0 ] || [ "$GRID $DATA" = 'demo data/stdlib' ] || refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
@@ -100,14 +104,16 @@ export STEPS DATA OUT NPROC JOBS RETRIES
 
 # The plan: seven fields a run, each ended by a NUL, so that nothing in them is taken for code.
 plan() {
-  local size tying lr method lam lams seed name uses_lam
-  uses_lam=" $(sed -n 's/^USES_LAM = //p' model.py | tr -d "(),'") "
+  local size tying lr method head own lam lams seed name defaults
+  defaults=" $(sed -n 's/^LAM = //p' model.py | tr -d "{}',:") "  # name λ name λ ...
   for size in $SIZES; do for tying in $TYING; do for lr in $LRS; do for method in $METHODS; do
-    lams=$LAMS
-    if [ "$method" = weight_decay ] || [ "${uses_lam/ $method /}" = "$uses_lam" ]; then lams=1e-4; fi
+    head=${method%+mu_centering}
+    own=${defaults#* "$head" }
+    if [ "$own" = "$defaults" ]; then own=; lams=1e-4; else own=${own%% *}; lams=${LAMS:-$own}; fi
+    case $head in weight_decay) lams=$own ;; z_loss | mu_loss) lams+=" ${ALSO:-}" ;; esac
     for lam in $lams; do for seed in $SEEDS; do
       name=$size-$tying-$method
-      [ "${uses_lam/ $method /}" = "$uses_lam" ] || name+=-lam$(printf %g "$lam")
+      [ "$own" ] && name+=-lam$(printf %g "$lam")
       printf '%s\0' "$name-lr$(printf %g "$lr")-s$seed" "$size" "$tying" "$method" "$lr" "$lam" "$seed"
     done; done
   done; done; done; done

@@ -12,32 +12,39 @@ from itertools import pairwise
 import numpy as np
 
 import paper
-from model import METHODS, SIZES
+from model import LAM, METHODS, head_mode
 
-NAMES = {'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss', 'mu_centering': 'μ-centering'}
+NAMES = {'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss', 'mu_centering': 'μ-centering',
+         'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax', 'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.',
+         'laplace_reg': 'Laplace reg.', 'spectrum_control': 'spectrum control'}
 BOOTSTRAP = 1000  # resamples behind an interval
 CLEARLY = 1.25  # ranking: one method stands above another where its LRS is this many times larger
 
 
+def default_lam(method):
+    """The λ that needs no mention: the method's own default (the paper's 1e-4 for its methods)."""
+    return LAM.get(head_mode(method), 1e-4)
+
+
 def name(method, lam=None):
-    """What tables and legends call a method, with its λ where that is not the paper's 1e-4."""
-    return NAMES.get(method, method) + ('' if lam in (None, 1e-4) else f' λ={lam:g}')
+    """What tables and legends call a method, with its λ where that is not its default."""
+    return ' + '.join(NAMES.get(part, part) for part in method.split('+')) + ('' if lam in (None, default_lam(method)) else f' λ={lam:g}')
 
 
 def variant(row):
-    """What has a colour and a column of its own: the method, and its λ where that is not the paper's 1e-4."""
-    return row['method'], row['lam'] if row['lam'] not in (None, 1e-4) else None
+    """What has a colour and a column of its own: the method, and its λ where that is not its default."""
+    return row['method'], row['lam'] if row['lam'] not in (None, default_lam(row['method'])) else None
 
 
 def variants(rows):
     """The variants in `rows`, in the paper's order."""
     order = {m: i for i, m in enumerate(METHODS)}
-    return sorted({variant(r) for r in rows}, key=lambda v: (order.get(v[0], len(order)), v[0], v[1] or 1e-4))
+    return sorted({variant(r) for r in rows}, key=lambda v: (order.get(head_mode(v[0]), len(order)), v[0], v[1] or default_lam(v[0])))
 
 
 def readable(rows):
-    """All rows, or those with the paper's λ alone where there are more than eight variants."""
-    return rows if len(variants(rows)) <= 8 else [r for r in rows if r['lam'] in (None, 1e-4)]
+    """All rows, or those with the methods' default λ alone where there are more than eight variants."""
+    return rows if len(variants(rows)) <= 8 else [r for r in rows if variant(r)[1] is None]
 
 
 def sizes(rows):
@@ -166,8 +173,8 @@ def sensitivity_tables(table):
             tables.append({
                 'title': f'{name(method)} for several λ: LRS (n-1), {word}', 'where': 'Appendix C, Table 4' if published else '',
                 'says': f'How much the learning rate sensitivity of {name(method)} depends on its coefficient λ, which heads the columns.',
-                **lrs_grid(of_method, [(method, None if lam == 1e-4 else lam) for lam in lams], 'lrs_n1', ['N', *(f'{lam:g}' for lam in lams)],
-                           lambda size, v: published.get((size, f'{v[1] or 1e-4:g}')))})
+                **lrs_grid(of_method, [(method, None if lam == default_lam(method) else lam) for lam in lams], 'lrs_n1', ['N', *(f'{lam:g}' for lam in lams)],
+                           lambda size, v: published.get((size, f'{v[1] or default_lam(method):g}')))})
     return tables
 
 
@@ -209,7 +216,7 @@ def overhead_tables(rows):
 
 
 def ranking_tables(table):
-    """The methods by mean LRS over the sizes that all of them have, λ = 1e-4, and what separates each from the next."""
+    """The methods by mean LRS over the sizes that all of them have, the default λ, and what separates each from the next."""
     tables = []
     for tying, word, part in tyings([r for r in table if variant(r)[1] is None]):
         cells = {}

@@ -13,7 +13,7 @@ import model as model_py
 import tables
 import train
 from common import write_json
-from model import GPT, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
+from model import GPT, LAM, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
 
 F64 = torch.float64
 BF16_UNIT = 2.0 ** -9  # largest relative error of one rounding to bf16 (8 significant bits)
@@ -108,7 +108,7 @@ def run(out, *flags):
 
 
 @pytest.mark.parametrize('lr', ['1e-3', '1e-2'])
-def test_fact_2_iii_in_training_centering_changes_nothing_but_the_output_embeddings(tmp_path, lr):
+def test_fact_2_iii_no_model_parameters_other_than_the_output_embeddings_are_affected_during_training_nor_optimizer_states(tmp_path, lr):
     flags = (f'--data={shards(tmp_path)}', f'--lr={lr}', '--steps=50', '--dtype=float64', '--grad_clip=0.5')
     base, centered = (run(tmp_path / m, f'--method={m}', *flags) for m in ('baseline', 'mu_centering'))
     names = list(base['model'])
@@ -120,8 +120,11 @@ def test_fact_2_iii_in_training_centering_changes_nothing_but_the_output_embeddi
     difference = base['model']['lm_head.weight'] - centered['model']['lm_head.weight']
     torch.testing.assert_close(difference, difference[:1].expand_as(difference), rtol=0, atol=1e-9)
     assert difference.norm() > 1e-3 and centered['model']['lm_head.weight'].mean(dim=0).norm() < 1e-12
-    for i, state in base['optimizer']['state'].items():
-        torch.testing.assert_close(state['exp_avg_sq'], centered['optimizer']['state'][i]['exp_avg_sq'], rtol=0, atol=1e-9)
+    for i, state in base['optimizer']['state'].items():  # both moments of every parameter, of E as well: its gradients are the same
+        for moment in ('exp_avg', 'exp_avg_sq'):
+            scale = state[moment].abs().max().item()
+            torch.testing.assert_close(state[moment], centered['optimizer']['state'][i][moment], rtol=0, atol=1e-9 * scale)
+            assert scale > 0
 
 
 def base_shape(checkpoint):
@@ -133,36 +136,55 @@ def base_shape(checkpoint):
 
 
 def equations(method, h, E, targets, lam, cap):
-    """Mean cross entropy and regulariser straight from the paper's equations, written out."""
-    l = h @ E.T
+    """Mean cross entropy and regulariser straight from the papers' equations, written out pair by pair and value by value."""
+    l = raw = h @ E.T
     if method == 'soft_capping':
         l = cap * torch.tanh(l / cap)
+    if method == 'norm_softmax':
+        l = l / l.std(dim=1, correction=0, keepdim=True)
     shift = l.max(dim=1).values
     Z = (l - shift[:, None]).exp().sum(dim=1)
     log_Z = Z.log() + shift
     loss = -(l[torch.arange(len(l)), targets] - log_Z).mean()
-    mu = E.sum(dim=0) / len(E)
-    return loss, {'z_loss': lam * (log_Z ** 2).mean(), 'mu_loss': lam * (mu @ mu)}.get(method, torch.zeros((), dtype=F64))
+    V, H = E.shape
+    mu = E.sum(dim=0) / V
+    unit = E / E.norm(dim=1, keepdim=True)
+    if method == 'z_loss':
+        return loss, lam * (log_Z ** 2).mean()
+    if method == 'max_z_loss':
+        return loss, lam * (raw.max(dim=1).values ** 2).mean()
+    if method == 'mu_loss':
+        return loss, lam * (mu @ mu)
+    if method == 'cosine_reg':
+        return loss, lam * (unit @ unit.T * (1 - torch.eye(V))).sum() / V ** 2
+    if method == 'laplace_reg':
+        rows = [(3 * 256 + i) % V for i in range(256)] if V > 256 else range(V)  # of step 3
+        return loss, lam * sum(torch.exp(-(unit[i] - unit).square().sum(dim=1)).sum() for i in rows) / (len(rows) * V)
+    if method == 'spectrum_control':
+        prior = [math.sqrt(2 * V / (V + H)) * math.exp(-k / H) for k in range(1, min(V, H) + 1)]
+        return loss, lam * sum((sigma - p) ** 2 for sigma, p in zip(torch.linalg.svdvals(E), prior))
+    return loss, torch.zeros((), dtype=F64)
 
 
 def head_loss(h, E, targets, config, chunked):
     loss, stats = (ChunkedHead.apply(h, E, targets, config) if chunked else plain_head(h, E, targets, config))
-    return loss / len(h) + embeddings_to_loss(E, config), stats
+    return loss / len(h) + embeddings_to_loss(E, config, step=3), stats
 
 
 @pytest.mark.parametrize('method', METHODS)
 @pytest.mark.parametrize('chunked', [False, True])
 def test_each_method_is_its_equation_in_both_heads(method, chunked, monkeypatch):
     monkeypatch.setattr(model_py, 'n_chunks', lambda h, E: -(-len(h) // 7))
+    tol = 1e-6 if method == 'spectrum_control' else 1e-10  # a Gram matrix squares the condition number, here up to 1e4
     for h, E, targets, _ in random_heads(25):
         config = config_64(method, lam=0.3, cap=5.0)
         h, E = h.requires_grad_(), E.requires_grad_()
         loss, reg = equations(method, h, E, targets, 0.3, 5.0)
         ours, stats = head_loss(h, E, targets, config, chunked)
-        torch.testing.assert_close(ours, loss + reg, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ours, loss + reg, rtol=tol, atol=tol)
         torch.testing.assert_close(stats[0] / len(h), loss.detach(), rtol=1e-10, atol=1e-10)  # reported bare
         for a, b in zip(torch.autograd.grad(ours, (h, E)), torch.autograd.grad(loss + reg, (h, E))):
-            assert (a - b).norm() <= 1e-10 * b.norm() + 1e-13
+            assert (a - b).norm() <= tol * b.norm() + 1e-11  # 0 where one scale for h or E cancels in norm_softmax, up to its eps
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -240,7 +262,8 @@ def test_compiling_keeps_every_rounding():
     assert abs(math.exp(-loss.item()) - 0.091) < 5e-4
     g = torch.Generator().manual_seed(0)
     products, targets = 30 * torch.randn(16, 200, generator=g), torch.randint(200, (16,), generator=g)
-    for config in (GPTConfig(logits_dtype='bfloat16', head_mode='soft_capping'), GPTConfig(logits_dtype='bfloat16', head_mode='z_loss')):
+    for method in ('soft_capping', 'z_loss', 'norm_softmax'):
+        config = GPTConfig(logits_dtype='bfloat16', head_mode=method)
         (a, eager, _), (b, loss, _) = (f(products.clone(), targets, config, False) for f in (model_py.loss_and_grad, compiled))
         torch.testing.assert_close(loss, eager, rtol=1e-6, atol=0)
         # fp32 rounding may tip a value over to the next bf16 number here and there; a missing rounding would change most
@@ -295,6 +318,314 @@ def test_centering_leaves_no_more_than_rounding_after_every_step(tmp_path, tying
         E = torch.load(tmp_path / 'c' / f'model_{step}.pt', weights_only=True)['model']['lm_head.weight']
         assert E.double().mean(dim=0).norm() <= 2.0 ** -23 * E.norm()
     assert run(tmp_path / 'b', *flags)['model']['lm_head.weight'].mean(dim=0).norm() > 0.1
+
+
+# ------------------------------------------------------------------------------------ what the methods of other papers claim
+
+
+def reg_of(method, E, step=0, **more):
+    """A regulariser of the embeddings E (V, H) alone, lambda = 1."""
+    return embeddings_to_loss(E, config_64(method, lam=1.0, **more), step)
+
+
+def test_max_z_loss_pulls_at_the_largest_logit_alone():
+    for h, E, targets, _ in random_heads(20):
+        logits = (h @ E.T).requires_grad_()
+        (with_reg, _), (bare, _) = (logits_to_loss(logits, targets, config_64(m, lam=0.1)) for m in ('max_z_loss', 'baseline'))
+        pull = torch.autograd.grad(with_reg - bare, logits)[0]
+        top, index = logits.detach().max(dim=1)
+        expected = torch.zeros_like(pull).scatter_(1, index[:, None], 0.2 * top[:, None])
+        torch.testing.assert_close(pull, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_norm_softmax_has_unit_variance_whatever_the_scale_in_training_and_evaluation():
+    for h, E, targets, _ in random_heads(20):
+        if E.size(1) < 2:
+            continue
+        config, n = config_64('norm_softmax'), len(h)
+        losses = [plain_head(c * h, E, targets, config)[1][0] / n for c in (1, 10, 1e3)]
+        losses.append(model_py.head_stats(3 * h, E, targets, config)[0] / n)
+        l = h @ E.T
+        scores = l / l.std(dim=1, correction=0, keepdim=True)
+        torch.testing.assert_close(torch.stack(losses), F.cross_entropy(scores, targets).expand(4), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(plain_head(h, E, targets, config)[1][2:], model_py.logit_stats(l))  # statistics: of the logits themselves
+
+
+def test_cosine_reg_is_the_mean_cosine_and_falls_as_a_common_shift_is_taken_away():
+    for _, E, _, _ in random_heads(20):
+        if len(E) < 20 or E.size(1) < 4:
+            continue
+        centered = E - E.mean(dim=0)
+        values = [reg_of('cosine_reg', centered + c * torch.ones(E.size(1), dtype=F64)).item() for c in (0.0, 0.5, 1.0, 10.0)]
+        assert values == sorted(values) and abs(values[0]) < 2 / len(E) + 0.05 and values[-1] > 0.8
+        assert reg_of('cosine_reg', 7 * E) == pytest.approx(reg_of('cosine_reg', E).item(), abs=1e-12)  # of directions alone
+
+
+def test_laplace_reg_is_descended_along_the_graph_laplacian_and_samples_every_pair_in_turn():
+    g = torch.Generator().manual_seed(0)
+    unit = F.normalize(torch.randn(200, 6, generator=g, dtype=F64) + 1).requires_grad_()
+    gradient = torch.autograd.grad(reg_of('laplace_reg', unit), unit)[0]
+    unit = unit.detach()
+    W = torch.exp(-torch.cdist(unit, unit).square())
+    flow = -4 * (torch.diag(W.sum(dim=1)) - W) @ unit / 200 ** 2                      # L = D - W
+    flow -= (flow * unit).sum(dim=1, keepdim=True) * unit                             # along the sphere
+    torch.testing.assert_close(gradient, flow, rtol=1e-9, atol=1e-12)
+    # more than 256 embeddings: the steps together are the mean over all pairs, and each step is always the same sample
+    E = torch.randn(640, 6, generator=g, dtype=F64)
+    steps = [reg_of('laplace_reg', E, step).item() for step in range(5)]              # 5 x 256 = 2 x 640
+    unit = F.normalize(E)
+    assert np.mean(steps) == pytest.approx(torch.exp(-torch.cdist(unit, unit).square()).mean().item(), rel=1e-9)
+    assert steps[0] != steps[1] and steps[0] == reg_of('laplace_reg', E, 5).item()
+
+
+def test_spectrum_control_is_zero_at_its_prior_alone_and_sees_no_rotation():
+    g = torch.Generator().manual_seed(0)
+    V, H = 90, 8
+    U, Q = (torch.linalg.qr(torch.randn(n, H, generator=g, dtype=F64))[0] for n in (V, H))
+    prior = math.sqrt(2 * V / (V + H)) * torch.exp(-torch.arange(1, H + 1, dtype=F64) / H)
+    E = U @ torch.diag(prior) @ Q.T
+    assert reg_of('spectrum_control', E) < 1e-24
+    for shift in (0.1, 1.0, 100.0):  # of all embeddings together: it shows in the largest singular value
+        shifted = E + shift
+        assert reg_of('spectrum_control', shifted) > 0.5 * V * H * shift ** 2 - 5
+        assert reg_of('spectrum_control', shifted @ Q) == pytest.approx(reg_of('spectrum_control', shifted).item(), rel=1e-9)
+    huge = torch.full((V, H), 1e30, requires_grad=True)  # a diverged E gives no exception, and a number that ends the run
+    assert not torch.isfinite(torch.autograd.grad(embeddings_to_loss(huge, GPTConfig(head_mode='spectrum_control')), huge)[0]).all()
+
+
+def tiny_gpt(method='baseline', tying=False):
+    torch.manual_seed(0)
+    return GPT(config_64(method, n_layer=1, n_embd=16, n_head=2, vocab_size=64, block_size=16, weight_tying=tying, lam=0.3)).double()
+
+
+def token_batch(seed, n=4):
+    tokens = torch.randint(64, (n, 17), generator=torch.Generator().manual_seed(seed)) // 2  # half of the vocabulary never occurs
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+STEP = {'lam': 0.3, 'grad_clip': 1.0, 'center_every': 1, 'center_input': False}
+
+
+def train_steps(gpt, method, n, optimizer=None, lr=0.01, micro_batches=1, **more):
+    """n steps of train.train_step; yields the gradient norm of each."""
+    optimizer = optimizer or torch.optim.AdamW(gpt.parameters(), lr=1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    finite = torch.ones(())
+    for step in range(1, n + 1):
+        batch = list(zip(*(x.chunk(micro_batches) for x in token_batch(step))))
+        yield train.train_step(gpt, gpt, optimizer, batch, step, lr, {**STEP, 'method': method, **more}, finite, False)
+
+
+@pytest.mark.parametrize('tying', [False, True])
+def test_coupled_adam_is_its_equation_and_leaves_all_else_to_adam(tying):
+    """theta <- theta - lr m_hat / (sqrt(nu_hat) + eps), nu_hat the mean of v_hat over the vocabulary, against the same gradients."""
+    gpt = tiny_gpt('coupled_adam', tying)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in gpt.parameters()}
+    expected = {p: p.detach().clone() for p in gpt.parameters()}
+    for step in range(1, 9):
+        found = {}
+        inner = optimizer.step
+        optimizer.step = lambda: (found.update({p: p.grad.clone() for p in gpt.parameters()}), inner())
+        train.train_step(gpt, gpt, optimizer, [token_batch(step)], step, 0.01, {**STEP, 'method': 'coupled_adam'}, torch.ones(()), False)
+        optimizer.step = inner
+        for p, gradient in found.items():
+            m, v = moments[p] = 0.9 * moments[p][0] + 0.1 * gradient, 0.95 * moments[p][1] + 0.05 * gradient ** 2
+            v_hat = v / (1 - 0.95 ** step)
+            nu_hat = v_hat.mean(dim=0) if p is gpt.E else v_hat
+            expected[p] -= 0.01 * m / (1 - 0.9 ** step) / (nu_hat.sqrt() + 1e-8)
+            torch.testing.assert_close(p.detach(), expected[p], rtol=1e-10, atol=1e-12)
+    assert found[gpt.E].norm() > 1e-3
+
+
+def test_coupled_adam_makes_no_update_once_a_gradient_is_not_finite():
+    gpt = tiny_gpt('coupled_adam')
+    before = gpt.E.detach().clone()
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1, fused=True)
+    train.train_step(gpt, gpt, optimizer, [token_batch(1)], 1, 0.1, {**STEP, 'method': 'coupled_adam'}, torch.zeros(()), False)
+    assert torch.equal(gpt.E, before)
+
+
+@pytest.mark.parametrize('method', ['mu_loss', 'cosine_reg', 'laplace_reg', 'spectrum_control', 'z_loss+mu_centering'])
+def test_a_regulariser_counts_once_a_step_however_the_batch_is_cut(method):
+    results = []
+    for micro_batches in (1, 4):
+        gpt = tiny_gpt(model_py.head_mode(method))
+        results.append([(stats[:2] / 64, norm) for stats, norm in train_steps(gpt, method, 3, micro_batches=micro_batches)] + [gpt.E.detach()])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+    assert results[0][0][0][1] != 0  # there is a regulariser
+
+
+def test_centering_goes_with_other_methods_now_and_then_and_for_the_input():
+    for every, center_input in ((1, False), (3, False), (2, True)):
+        gpt = tiny_gpt('z_loss')
+        for step, (stats, _) in enumerate(train_steps(gpt, 'z_loss+mu_centering', 6, center_every=every, center_input=center_input), 1):
+            assert stats[1] > 0
+            for W, centered in ((gpt.E, True), (gpt.wte.weight, center_input)):
+                assert (W.detach().mean(dim=0).norm() < 1e-14) == (centered and step % every == 0)
+
+
+# -------------------------------------------------------------------------------------------- the paper's claims, one by one
+
+
+def test_z_loss_is_minimised_by_the_uniform_and_the_one_hot_configuration_and_does_not_enforce_a_mean_logit_of_0():
+    """Appendix B, Eq. 25 and 24: at l_j = -log V, and as l_i = 0, l_j -> -infinity, loss and gradient vanish; the mean is far from 0."""
+    for V in (2, 10, 50304):
+        one_hot = torch.full((1, V), -1e3, dtype=F64)
+        one_hot[0, 0] = 0
+        for logits in (torch.full((1, V), -math.log(V), dtype=F64), one_hot):
+            logits.requires_grad_()
+            (total, stats), (bare, _) = (logits_to_loss(logits, torch.tensor([0]), config_64(m, lam=1.0)) for m in ('z_loss', 'baseline'))
+            assert stats[1] < 1e-20 and torch.autograd.grad(total - bare, logits)[0].abs().max() < 1e-10
+            assert logits.mean() <= -math.log(2) + 1e-12
+
+
+def test_soft_capping_uses_an_odd_function_and_mu_loss_is_invariant_under_mu_to_minus_mu():
+    for h, E, targets, _ in random_heads():
+        caps = [logits_to_loss(sign * h @ E.T, targets, config_64('soft_capping', cap=3.0))[1] for sign in (1, -1)]
+        torch.testing.assert_close(caps[0][2], -caps[1][2], rtol=1e-10, atol=1e-10)       # the mean changes its sign,
+        torch.testing.assert_close(caps[0][3:], caps[1][3:], rtol=1e-10, atol=1e-10)      # squares, deviation and maximum nothing
+        assert caps[0][-1] <= 3
+        mirrored = E - 2 * E.mean(dim=0)                                                  # mu -> -mu, e_i - mu as they are
+        torch.testing.assert_close((h @ mirrored.T).mean(dim=1), -(h @ E.T).mean(dim=1), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(reg_of('mu_loss', mirrored), reg_of('mu_loss', E), rtol=1e-9, atol=0)
+
+
+def test_weight_decay_scales_mu_and_every_deviation_alike_and_makes_the_embeddings_no_more_isotropic():
+    """Through train_step, at learning rate 0: what the decay alone does."""
+    gpt = tiny_gpt('weight_decay')
+    with torch.no_grad():
+        gpt.E.add_(1)
+    before = gpt.E.detach().clone()
+    list(train_steps(gpt, 'weight_decay', 5, lr=0.0, lam=0.1))
+    after = gpt.E.detach()
+    mu = before.mean(dim=0)
+    torch.testing.assert_close(after.mean(dim=0), 0.9 ** 5 * mu, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(after - after.mean(dim=0), 0.9 ** 5 * (before - mu), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(F.normalize(after) @ F.normalize(after).T, F.normalize(before) @ F.normalize(before).T)
+
+
+def centered_log_probabilities(l, method):
+    """log p_t minus its mean over t, for logits l (V,): what the softmax sees of them, through logits_to_loss."""
+    config = config_64(method, lam=0.0, cap=3.0)
+    log_p = torch.stack([-logits_to_loss(l[None], torch.tensor([t]), config)[0] for t in range(len(l))])
+    return log_p - log_p.mean()
+
+
+def force(method, h, E):
+    """What one application of the method alone does to E (V, H): minus the gradient of its regulariser, or its change of the weights."""
+    targets = torch.zeros(len(h), dtype=torch.int64)
+    E = E.clone().requires_grad_()
+    bare = sum(head_loss(h, E, targets, config_64(m, lam=sign * 1.0), False)[0] * sign for m, sign in ((method, 1), ('baseline', -1)))
+    if method in ('weight_decay', 'mu_centering'):  # at learning rate 0
+        gpt = tiny_gpt(method)
+        with torch.no_grad():
+            gpt.lm_head.weight = torch.nn.Parameter(E.detach().clone())
+        list(train_steps(gpt, method, 1, lr=0.0))
+        return gpt.E.detach() - E.detach()
+    if method in ('soft_capping', 'norm_softmax', 'baseline'):
+        return torch.zeros_like(E)  # no more than another model: nothing acts on E but its cross entropy
+    return -torch.autograd.grad(bare, E)[0]
+
+
+def table_of_methods(methods=('soft_capping', 'weight_decay', 'z_loss', 'mu_loss', 'mu_centering', 'max_z_loss', 'norm_softmax', 'cosine_reg',
+                              'laplace_reg', 'spectrum_control')):
+    """
+    Rows (method, intervention, symmetry, anisotropy suppression) of the paper's Table 1, each entry computed. model: the same
+    logits give other probabilities. symmetry: l -> -l turns the sign of what the softmax sees and of the force on E.
+    anisotropy suppression: the force shrinks mu, in absolute terms and against the spread around it, even where h is orthogonal
+    to mu and the logits show nothing.
+    """
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(5, 16, generator=g, dtype=F64)
+    E = torch.randn(64, 16, generator=g, dtype=F64) + torch.randn(16, generator=g, dtype=F64)
+    mu = E.mean(dim=0)
+    hidden = h - (h @ mu / (mu @ mu))[:, None] * mu
+    rows = []
+    for method in methods:
+        l = 2 * torch.randn(9, generator=g, dtype=F64) + 1
+        seen, mirrored = centered_log_probabilities(l, method), centered_log_probabilities(-l, method)
+        model = not torch.allclose(seen, l - l.mean(), atol=1e-9)
+        odd = torch.allclose(seen, -mirrored, atol=1e-9) and torch.allclose(force(method, h, E), -force(method, h, -E), atol=1e-9)
+        f = force(method, hidden, E)
+        spread, toward = E - mu, f.mean(dim=0) @ mu / (mu @ mu)      # relative rates of change of |mu| and of the spread
+        outward = (f * spread).sum() / spread.square().sum()
+        suppresses = toward < -1e-9 and toward - outward < -1e-9
+        rows.append((method, 'model' if model else 'training', 'yes' if odd else 'no', 'yes' if suppresses else 'no'))
+    return rows
+
+
+def test_table_1_overview_of_methods(capsys):
+    rows = table_of_methods()
+    assert rows[:5] == [('soft_capping', 'model', 'yes', 'no'), ('weight_decay', 'training', 'yes', 'no'), ('z_loss', 'training', 'no', 'no'),
+                        ('mu_loss', 'training', 'yes', 'yes'), ('mu_centering', 'training', 'yes', 'yes')]
+    assert rows[5:] == [('max_z_loss', 'training', 'no', 'no'), ('norm_softmax', 'model', 'yes', 'no'), ('cosine_reg', 'training', 'yes', 'yes'),
+                        ('laplace_reg', 'training', 'yes', 'yes'), ('spectrum_control', 'training', 'yes', 'yes')]
+
+
+def root_cause(steps=60):
+    """How far mu has moved from its beginning after each step, untied, without decay: name of the optimizer -> [‖mu_t - mu_0‖], in float64."""
+    moved = {}
+    for name, method in (('SGD', 'baseline'), ('Adam', 'baseline'), ('Coupled Adam', 'coupled_adam')):
+        gpt = tiny_gpt(method)
+        start = gpt.E.detach().mean(dim=0)
+        optimizer = torch.optim.SGD(gpt.parameters(), lr=1, momentum=0.9, fused=True) if name == 'SGD' else None
+        moved[name] = [(gpt.E.detach().mean(dim=0) - start).norm().item() for _ in train_steps(gpt, method, steps, optimizer, lr=0.1 if name == 'SGD' else 0.01)]
+    return moved
+
+
+def test_it_is_the_second_moment_in_adam_that_causes_the_common_shift_of_the_embeddings():
+    """The logit gradients sum to zero over the vocabulary: SGD leaves mu where it is, and so does Adam with one second moment for all."""
+    for h, E, targets, _ in random_heads(20):
+        E.requires_grad_()
+        gradient = torch.autograd.grad(head_loss(h, E, targets, config_64(), True)[0], E)[0]
+        assert gradient.sum(dim=0).norm() <= 1e-12 * gradient.norm() * len(E)
+    gpt = tiny_gpt()
+    start = gpt.E.detach().clone()
+    list(train_steps(gpt, 'baseline', 60, torch.optim.SGD(gpt.parameters(), lr=1, momentum=0.9, fused=True), lr=0.1))
+    assert (gpt.E - start).norm() > 0.1  # the embeddings do move, each its own way
+    moved = root_cause()
+    assert max(moved['SGD']) < 1e-13 and max(moved['Coupled Adam']) < 1e-13 and moved['Adam'][-1] > 0.05
+    assert all(b > a for a, b in zip(moved['Adam'][::10], moved['Adam'][10::10]))
+
+
+def count_collectives(rank, folder):
+    """Process `rank` of two: Appendix E with DTensor, counted by PyTorch's communication debug mode."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+    dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
+    mesh = init_device_mesh('cpu', (2,))
+    full = torch.randn(60, 16, generator=torch.Generator().manual_seed(0), dtype=F64) + 1
+    mu = full.mean(dim=0)
+
+    def counted(function):
+        with CommDebugMode() as mode:
+            result = function()
+        return result, {str(op).split('.')[-1]: n for op, n in mode.get_comm_counts().items() if n}
+
+    for name, placement in (('hidden', Shard(1)), ('vocabulary', Shard(0))):
+        E = distribute_tensor(full, mesh, [placement]).requires_grad_()
+        # mu-centering; over the vocabulary mu is first made whole on every process
+        with torch.no_grad():
+            centered, counts = counted(lambda: E - (E.mean(dim=0) if name == 'hidden' else E.mean(dim=0).redistribute(mesh, [Replicate()])))
+        torch.testing.assert_close(centered.full_tensor(), full - mu)
+        assert counts == ({} if name == 'hidden' else {'all_reduce': 1}), (name, 'mu-centering', counts)
+        assert name == 'hidden' or E.mean(dim=0).to_local().numel() == 16  # H numbers
+        if name == 'vocabulary':
+            continue
+        # mu-loss: its gradient, then its value as a number
+        penalty, counts = counted(lambda: embeddings_to_loss(E, config_64('mu_loss', lam=0.3)))
+        gradient, more = counted(lambda: torch.autograd.grad(penalty, E)[0])
+        torch.testing.assert_close(gradient.full_tensor(), (0.6 * mu / 60).expand(60, 16))
+        assert counts == {} and more == {}, (name, 'mu-loss', counts, more)
+        value, counts = counted(lambda: penalty.full_tensor())
+        torch.testing.assert_close(value.detach(), 0.3 * mu @ mu)
+        assert counts == {'all_reduce': 1} and penalty.to_local().numel() == 1
+    dist.destroy_process_group()
+
+
+def test_appendix_e_split_across_the_hidden_dimension_mu_centering_and_mu_loss_require_no_collective_communication(tmp_path):
+    torch.multiprocessing.spawn(count_collectives, (str(tmp_path),), nprocs=2)
 
 
 # --------------------------------------------------------------------------------------------------------------- the model
@@ -400,11 +731,16 @@ def test_products_are_in_the_dtype_and_weights_in_fp32(dtype, inside):
 def test_defaults_are_appendix_a():
     args = train.parser().parse_args([])
     appendix_a = dict(beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, weight_tying=False, min_lr=1e-5, block_size=2048, batch_size=64,
-                      steps=100_000, lam=1e-4, cap=30.0, size='16M', method='baseline', rope_fraction=0.5, seed=1, divergence_margin=0.5)
+                      steps=100_000, cap=30.0, size='16M', method='baseline', rope_fraction=0.5, seed=1, divergence_margin=0.5)
     assert {k: getattr(args, k) for k in appendix_a} == appendix_a
     args.data = 'x'
     train.fill_in(args, 'cuda', 4)
     assert (args.warmup, args.dtype, args.logits_dtype, args.compile) == (5000, 'bfloat16', 'bfloat16', True)
+    for method in ('weight_decay', 'z_loss', 'mu_loss'):
+        args.method, args.lam = method, None
+        train.fill_in(args, 'cuda', 4)
+        assert args.lam == 1e-4
+    assert LAM['max_z_loss'] == 2e-4 and LAM['cosine_reg'] == 1  # those of Baichuan 2 and of Gao et al.
     assert (args.n_layer, args.n_embd, args.n_head, args.eval_tokens, args.test_tokens) == (6, 224, 4, 1_048_576, 10_485_760)
 
 
@@ -415,8 +751,8 @@ def test_the_gradient_is_clipped():
         gpt = GPT(config_64(n_layer=1, n_embd=16, n_head=2, vocab_size=64, block_size=16)).double()
         before = [p.detach().clone() for p in gpt.parameters()]
         tokens = torch.randint(64, (2, 17))
-        _, norm = train.train_step(gpt, gpt, torch.optim.SGD(gpt.parameters(), fused=True), [(tokens[:, :-1], tokens[:, 1:])], 1.0,
-                                   {'method': 'baseline', 'lam': 0, 'grad_clip': clip}, torch.ones(()), False)
+        _, norm = train.train_step(gpt, gpt, torch.optim.SGD(gpt.parameters(), fused=True), [(tokens[:, :-1], tokens[:, 1:])], 1, 1.0,
+                                   {'method': 'baseline', 'grad_clip': clip}, torch.ones(()), False)
         moved = sum((a - b).square().sum() for a, b in zip(gpt.parameters(), before)).sqrt().item()
         assert norm > 0.5 and moved == pytest.approx(min(clip or math.inf, norm.item()), rel=1e-4)
 
@@ -522,3 +858,9 @@ def test_lrs_laws():
     assert tables.lrs([math.inf, math.nan], [10.0, 10.0])[0] == 0
     with pytest.raises(ValueError):
         tables.lrs([math.nan, 3.0], [None, None])
+
+
+if __name__ == '__main__':
+    print(tables.aligned(['name', 'intervention', 'symmetry', 'anisotropy suppression'], table_of_methods()))
+    moved = root_cause()
+    print('\n' + tables.aligned(['step', *moved], [[step + 1, *(f'{moved[name][step]:.2e}' for name in moved)] for step in (0, 9, 19, 29, 39, 49, 59)]))

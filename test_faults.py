@@ -5,6 +5,7 @@ import functools
 import gc
 import glob
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ import common
 import data
 import prepare_fineweb
 import train
-from model import GPT, gpt_config
+from model import GPT, embeddings_to_loss, gpt_config
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1', 'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
@@ -36,6 +37,7 @@ SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batc
 # Processes of their own that start in a moment: forked from a server that has imported all this and done nothing with it.
 START = multiprocessing.get_context('forkserver')
 START.set_forkserver_preload(['test_faults'])
+STARTED = []
 
 
 @pytest.fixture(scope='module')
@@ -54,6 +56,7 @@ def process(main, argv, stderr=os.devnull, env={}, file_limit=None, prepare=None
     """
     started = START.Process(target=in_process, args=(main, argv, str(stderr), env, file_limit, prepare))
     started.start()
+    STARTED.append(started)
     return started
 
 
@@ -72,6 +75,9 @@ def in_process(main, argv, stderr, env, file_limit, prepare):
 def finish(started, status, seconds=120):
     """Waits for a process and asserts its exit status."""
     started.join(seconds)
+    if started.exitcode is None:
+        for one in STARTED:  # or they would keep pytest from ending
+            one.kill()
     assert started.exitcode == status, started.exitcode
 
 
@@ -400,13 +406,17 @@ REGULARISED = ('--method=mu_loss', '--lam=1000',
 SINGLE = ('--method=mu_loss', '--lam=1', '--dtype=float32')
 
 
+CANDIDATES = itertools.count(20_000 + os.getpid() % 10_000)
+
+
 def free_ports(n):
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
-        s.bind(('127.0.0.1', 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Ports for rendezvous, from below those that the system hands out: of those gloo takes some for itself at any time."""
+    ports = []
+    while len(ports) < n:
+        with socket.socket() as s:
+            port = next(CANDIDATES)
+            if s.connect_ex(('127.0.0.1', port)):  # nobody listens there
+                ports.append(port)
     return ports
 
 
@@ -524,6 +534,12 @@ def test_any_number_of_processes_has_the_same_gradients_to_fp32_summation(meshes
         gpt.zero_grad()
         (gpt(row[:, :-1], row[:, 1:])[0] / 8).backward()
         for p, total, magnitude in zip(gpt.parameters(), sums, magnitudes):
+            total += p.grad
+            magnitude += p.grad.abs()
+    gpt.zero_grad()
+    embeddings_to_loss(gpt.E, gpt.config).backward()  # of the embeddings, once a step
+    for p, total, magnitude in zip(gpt.parameters(), sums, magnitudes):
+        if p.grad is not None:
             total += p.grad
             magnitude += p.grad.abs()
     for (world, micro, name), folder in meshes.items():
@@ -675,7 +691,9 @@ BAD = [  # program, its flags, what the line must name
         ('--method=mu_los', '--method', 'mu_loss'), ('--size=17M', '--size', '16M'), ('--lr=fast', '--lr', 'a number > 0'),
         ('--lr=-1', '--lr', '> 0'), ('--lr -1', '--lr'), ('--lr', '--lr'),
         ('--lr=nan', '--lr'), ('--lr=0', '--lr'), ('--lr=inf', '--lr'), ('--lr=', '--lr'), ('--lr=1e38', '--lr', '< 1e+33'), ('--lr=0x1', '--lr'),
-        ('--lam=-1', '--lam', '>= 0'),
+        ('--lam=-1', '--lam', '>= 0'), ('--center_every=0', '--center_every'), ('--center_every=2', '--method=mu_centering'),
+        ('--center_input --method=z_loss', '--center_input'), ('--method=baseline+mu_centering', '--method'), ('--method=mu_centering+z_loss', '--method'),
+        ('--init_from=/nowhere', '/nowhere'), ('--init_from={bad}/magic/x_val_000000.bin', 'x_val_000000.bin', '--init_from'),
         ('--lam=nan', '--lam'), ('--method=weight_decay --lam=2', '--lam=2', 'at most 1'), ('--cap=0', '--cap'), ('--steps=0', '--steps', '>= 1'),
         ('--steps=1.5', '--steps', 'whole number'),
         ('--steps=1e400', '--steps'), ('--seed=-1', '--seed'), ('--seed=4294967296', '--seed'), ('--beta1=-0.1', '--beta1'),

@@ -18,7 +18,8 @@ import common
 import data
 import prepare_fineweb
 import train
-from model import GPT, gpt_config
+from model import GPT, LAM, METHODS, gpt_config, head_mode
+from test_faults import expect_one_line
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SMALL = ('--size=tiny', '--n_embd=32', '--block_size=32', '--batch_size=4', '--test_tokens=256', '--eval_tokens=128', '--device=cpu',
@@ -276,6 +277,58 @@ def test_a_signal_saves_and_the_lock_keeps_others_out(corpus, tmp_path, number, 
     assert torch.load(tmp_path / 'run' / 'ckpt.pt', weights_only=True)['step'] >= 20
 
 
+def test_coupled_adam_keeps_mu_far_below_the_baselines_at_the_demo_size(corpus, tmp_path):
+    """300 steps of the demo; the rounding of the logits' gradient is all that is left to move mu."""
+    norms = {}
+    for method in ('baseline', 'coupled_adam'):
+        python('train.py', f'--method={method}', '--lr=0.3', '--size=tiny', '--steps=300', '--batch_size=8', '--block_size=128', '--logits_dtype=bfloat16',
+               '--device=cpu', f'--data={corpus}', f'--out={tmp_path / method}', '--eval_tokens=128', '--test_tokens=128')
+        norms[method] = json.load(open(tmp_path / method / 'result.json'))['mu_norm']
+    assert norms['coupled_adam'] < 0.01 * norms['baseline']
+
+
+def test_init_from_goes_on_from_another_run_with_another_method(corpus, whole_run, tmp_path):
+    """With the method that the other run had it ends as if that had never stopped; killed, it ends the same too."""
+    flags = ['--method=mu_loss', '--lr=3e-2', '--steps=60', *SMALL, f'--data={corpus}', '--log_every=5', '--eval_every=20', '--keep_every=30', f'--out={tmp_path}/a']
+    process = subprocess.Popen([sys.executable, 'train.py', *flags, '--ckpt_every=14'], cwd=HERE, env=ENV, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:  # stopped on the way, so that it leaves a ckpt.pt
+        if line.startswith('step 30/'):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    start = torch.load(tmp_path / 'a' / 'ckpt.pt', weights_only=True)['step']
+    again = ('--method=mu_loss', f'--init_from={tmp_path}/a', '--ckpt_every=0', '--threads=1')
+    python('train.py', *again, f'--out={tmp_path}/b', '--device=cpu')
+    ours, theirs = ([e for e in log_of(f) if e['step'] > start] for f in (tmp_path / 'b', whole_run))
+    assert ours == theirs and all(torch.equal(w, weights(whole_run)[name]) for name, w in weights(tmp_path / 'b').items())
+    assert json.load(open(tmp_path / 'b' / 'config.json'))['init_from'] == f'{tmp_path}/a'
+    # another method, stopped once, its source gone by then
+    other = ('train.py', '--method=mu_centering', f'--init_from={tmp_path}/a/ckpt.pt', '--device=cpu', '--ckpt_every=0', '--threads=1')
+    python(*other, f'--out={tmp_path}/c')
+    command = [sys.executable, *other, f'--out={tmp_path}/d']
+    process = subprocess.Popen(command, cwd=HERE, env=ENV, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / 'd' / 'ckpt.pt').exists():  # which is there from the beginning
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and torch.load(tmp_path / 'd' / 'ckpt.pt', weights_only=True)['step'] == start
+    os.unlink(tmp_path / 'a' / 'ckpt.pt')
+    assert 'going on at step' in python(*command[1:]).stdout
+    assert log_of(tmp_path / 'c') == log_of(tmp_path / 'd')
+    assert log_of(tmp_path / 'c')[0]['step'] == start and log_of(tmp_path / 'c')[-2]['mu_norm'] < 1e-6 < log_of(tmp_path / 'b')[-2]['mu_norm']
+
+
+def test_init_from_a_kept_model_and_what_cannot_work(corpus, whole_run, tmp_path, capsys):
+    python('train.py', '--method=coupled_adam', f'--init_from={whole_run}/model_30.pt', f'--out={tmp_path}/kept', '--device=cpu')
+    log, config = log_of(tmp_path / 'kept'), json.load(open(tmp_path / 'kept' / 'config.json'))
+    before = [e for e in log_of(whole_run) if e['step'] == 30 and 'mu_norm' in e][0]
+    assert [e['step'] for e in log if 'loss' in e] == [35, 40, 45, 50, 55, 60] and config['lr'] == 3e-2 and config['lam'] == 1e-4
+    assert log[1]['lr'] == [e for e in log_of(whole_run) if e['step'] == 35][0]['lr'] and abs(log[1]['loss'] - before['loss']) < 0.5
+    (tmp_path / 'x.pt').write_bytes(b'not a checkpoint')
+    for flags, named in (([f'--init_from={tmp_path}/x.pt'], 'x.pt'), (['--init_from=/nowhere'], '/nowhere'), ([f'--init_from={tmp_path}'], 'ckpt.pt'),
+                         ([f'--init_from={whole_run}'], '--steps=60'), ([f'--init_from={whole_run}/model_30.pt', '--n_embd=64'], 'another shape')):
+        expect_one_line(lambda: train.main(['--method=mu_centering', f'--out={tmp_path}/bad', '--device=cpu', *flags]), [named], capsys)
+        assert not (tmp_path / 'bad').exists()
+
+
 def test_compile_gives_the_same_losses(corpus, tmp_path):
     flags = ('--method=soft_capping', '--steps=3', '--log_every=1', *SMALL, f'--data={corpus}', '--lr=1e-3', '--deterministic')
     python('train.py', *flags, f'--out={tmp_path}/eager')
@@ -381,6 +434,9 @@ def test_dry_run_prints_the_papers_grids():
         settings = {'size': flags['size'], 'weight_tying': '--weight_tying' in line, 'method': flags['method'], 'lam': float(flags['lam']),
                     'lr': float(flags['lr']), 'seed': int(flags['seed'])}
         assert name == train.run_name(settings)
+    for line in sweep('demo', DRY_RUN='1', METHODS=' '.join((*METHODS, 'max_z_loss+mu_centering'))).stdout.splitlines():
+        args = train.parser().parse_args(line.split()[2:])  # every method, with its own λ where it has one
+        assert args.out == 'out/demo/' + train.run_name(vars(args)) and args.lam in (LAM.get(head_mode(args.method), 1e-4), 1e-1)
     odd = sweep('demo', DRY_RUN='1', OUT='a b$(touch x)', METHODS='baseline', LRS='1e-2').stdout
     assert odd.count('\n') == 1 and r'a\ b\$\(touch\ x\)' in odd and not os.path.exists(os.path.join(HERE, 'x'))
 
@@ -406,7 +462,7 @@ def test_sweep_skips_survives_a_failed_run_and_analyzes(corpus, tmp_path):
         assert len(rows) == 4 and list(rows[0]) == analyze.COLUMNS
         assert {r['method']: float(r['mu_norm']) > 1e-3 for r in rows} == {'baseline': True, 'mu_centering': False}
         assert '### LRS' in done.stdout and '| μ-centering' in done.stdout
-        assert {'loss_untied.png', 'loss_untied.pdf', 'statistics_untied.png', 'lrs_untied.png'} <= set(os.listdir(os.path.join(results, 'figures')))
+        assert {'loss_untied.png', 'loss_untied.pdf', 'statistics_untied.png', 'drift_untied.png'} <= set(os.listdir(os.path.join(results, 'figures')))
         quantities = {r['quantity'] for r in csv.DictReader(open(os.path.join(results, 'distributions.csv')))}
         assert quantities == {'logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log', 'r_emb', 'fact_3', 'fact_3_premise'}
         # the csv alone gives the same tables

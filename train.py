@@ -4,12 +4,14 @@ One training run.
     python train.py --method=mu_loss --lr=1e-1
     torchrun --nproc_per_node=4 train.py --method=mu_loss --lr=1e-1
     python train.py --method=mu_centering --size=tiny --steps=1000 --batch_size=8 --block_size=128     # on a laptop
+    python train.py --init_from=out/paper/RUN --method=mu_centering              # go on from another run with another method
 
 The defaults are the paper's Appendix A. The run's folder holds config.json, log.jsonl, ckpt.pt while it runs, and at the
 end model.pt and result.json. The same command again goes on where the run was stopped, or says that it is done.
 """
 import argparse
 import ctypes
+import gc
 import json
 import math
 import os
@@ -29,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
 from common import die, lock_folder, make_folder, number, parse_args, read_json, run, write_atomic, write_json
-from model import GPT, METHODS, SIZES, STATS, USES_LAM, gpt_config, merge_stats, no_stats, swiglu_width
+from model import (GPT, LAM, METHODS, SIZES, STATS, USES_LAM, embeddings_to_loss, gpt_config, head_mode, merge_stats, no_stats,
+                   swiglu_width)
 
 # Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of its name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'A40': 150, 'A10': 125, 'L40S': 362,
@@ -47,9 +50,15 @@ def parser():
     flag = argparse.BooleanOptionalAction
 
     g = p.add_argument_group('method (Sections 1 and 2 of the paper)')
-    g.add_argument('--method', default='baseline', choices=METHODS, help='how the output logits are tamed (default baseline)')
-    g.add_argument('--lam', type=number(0), default=1e-4, help='λ of weight_decay, z_loss and mu_loss (Eq. 3, 5, 15; default 1e-4)')
+    g.add_argument('--method', default='baseline', metavar='METHOD', choices=(*METHODS, *(f'{m}+mu_centering' for m in METHODS[1:] if m != 'mu_centering')),
+                   help=f'how the output logits are tamed: {", ".join(METHODS)}, or one of them with +mu_centering after it (default baseline)')
+    g.add_argument('--lam', type=number(0), help='λ of the methods that have one (Eq. 3, 5, 15; default: ' + ', '.join(f'{m} {lam:g}' for m, lam in LAM.items()) + ')')
     g.add_argument('--cap', type=positive, default=30.0, help='soft-cap c of soft_capping (Eq. 6; default 30)')
+    g.add_argument('--center_every', type=count, default=1, help='steps from one μ-centering to the next (default 1, as the paper)')
+    g.add_argument('--center_input', action=flag, default=False, help='μ-centering of the input embeddings as well (default no)')
+    g.add_argument('--init_from', metavar='RUN_OR_FILE',
+                   help='go on from the weights, and where it has one the optimizer state, of another run: its folder, ckpt.pt or a kept model, '
+                        'from that step; every setting that is not given is as it was there, except those of the method and the machine')
 
     g = p.add_argument_group('model (Appendix A)')
     g.add_argument('--size', default='16M', choices=SIZES, help='one of the published sizes, or tiny (Eq. 19; default 16M)')
@@ -119,7 +128,7 @@ def learning_rate(step, s):
 
 def run_name(s):
     """<size>-<tied|untied>-<method>[-lam<λ>]-lr<lr>-s<seed>, numbers as %g."""
-    lam = f'-lam{s["lam"]:g}' if s['method'] in USES_LAM else ''
+    lam = f'-lam{s["lam"]:g}' if head_mode(s['method']) in USES_LAM else ''
     return f'{s["size"]}-{"tied" if s["weight_tying"] else "untied"}-{s["method"]}{lam}-lr{s["lr"]:g}-s{s["seed"]}'
 
 
@@ -176,6 +185,7 @@ def fill_in(args, device_type, world_size):
     args.logits_dtype = args.logits_dtype or args.dtype
     args.compile = device_type == 'cuda' if args.compile is None else args.compile
     args.warmup = args.steps // 20 if args.warmup is None else args.warmup
+    args.lam = LAM.get(head_mode(args.method), 1e-4) if args.lam is None else args.lam
     args.eval_tokens = args.eval_tokens or (2**14 if device_type == 'cpu' else 2**20)
     args.test_tokens = args.test_tokens or (2**17 if device_type == 'cpu' else 10 * 2**20)
     args.out = args.out or os.path.join('out', 'train', run_name(vars(args)))
@@ -184,8 +194,10 @@ def fill_in(args, device_type, world_size):
         die(f'--n_embd={args.n_embd} should be an even multiple of --n_head={args.n_head}')
     if args.rope_fraction > 1:
         die(f'--rope_fraction={args.rope_fraction:g} should be from 0 to 1')
-    if args.method == 'weight_decay' and args.lam > 1:
-        die(f'--lam={args.lam:g} should be at most 1 with --method=weight_decay: E <- (1 - lam) E')
+    if args.method.startswith('weight_decay') and args.lam > 1:
+        die(f'--lam={args.lam:g} should be at most 1 with --method={args.method}: E <- (1 - lam) E')
+    if 'mu_centering' not in args.method and (args.center_every > 1 or args.center_input):
+        die(f'--center_every and --center_input are of μ-centering: should go with --method=mu_centering, not {args.method}')
     if args.min_lr > args.lr:
         die(f'--min_lr={args.min_lr:g} should not be above --lr={args.lr:g}')
     if args.warmup >= args.steps:
@@ -254,8 +266,8 @@ def check_settings(where, before, settings):
             die(f'{where} holds a run with {key}={before.get(key)!r}, this command has {value!r}; choose another --out')
 
 
-def load_checkpoint(path):
-    """A checkpoint dict, tensors on the CPU; nothing in the file is executed. Exits with 2 where it is not whole."""
+def load_checkpoint(path, keys=('model', 'optimizer', 'config', 'counters'), advice='move it away to start from the beginning'):
+    """A checkpoint: a dict with `step` and these dicts, tensors on the CPU; nothing in it is executed. Exits with 2 where it is not whole."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch writes checksums, but does not look at them
             if archive.testzip():
@@ -263,12 +275,38 @@ def load_checkpoint(path):
         with warnings.catch_warnings():  # torch warns of an odd pickle before it refuses it; one line is enough
             warnings.simplefilter('ignore')
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-        if not isinstance(checkpoint['step'], int) or not all(isinstance(checkpoint[k], dict) for k in ('model', 'optimizer', 'config', 'counters')):
+        if not isinstance(checkpoint['step'], int) or not all(isinstance(checkpoint[key], dict) for key in keys):
             raise ValueError('its parts are not what train.py writes')
         return checkpoint
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
-        die(f'{path}: not a whole checkpoint ({reason}); move it away to start from the beginning')
+        die(f'{path}: not a whole checkpoint ({reason}); {advice}')
+
+
+# What a run with --init_from does not take over from the other: its method, its place, and what may change anyway.
+OWN = ('method', 'lam', 'cap', 'center_every', 'center_input', 'init_from', *FREE)
+
+
+def parse_run(argv):
+    """
+    The settings of a command line, and the checkpoint that --init_from names or None. With it, what argv does not name is as
+    in that checkpoint's config, or in the config of the run itself where it has begun: the other may have gone on since.
+    """
+    p = parser()
+    args = parse_args(p, argv)
+    if not args.init_from:
+        return args, None
+    path = args.init_from.rstrip('/')
+    if os.path.isdir(path):
+        path = next((f for f in (os.path.join(path, name) for name in ('ckpt.pt', 'model.pt')) if os.path.exists(f)), os.path.join(path, 'ckpt.pt'))
+    out = args.out or os.path.join('out', 'rescue', f'{os.path.basename(os.path.dirname(os.path.abspath(path)))}-to-{args.method}')
+    if os.path.exists(os.path.join(out, 'ckpt.pt')) or os.path.exists(os.path.join(out, 'result.json')):
+        config, source = read_json(os.path.join(out, 'config.json')), None
+    else:
+        source = load_checkpoint(path, ('model', 'config'), '--init_from should name a run\'s folder, its ckpt.pt, model.pt or model_<step>.pt')
+        config = source['config']
+    p.set_defaults(**{key: config[key] for key in vars(args) if key in config and key not in OWN}, data=config.get('data'), out=out)
+    return parse_args(p, argv), source
 
 
 def cut_log(path, step, steps):
@@ -337,9 +375,9 @@ def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
 # the step and the run
 
 
-def train_step(model, raw_model, optimizer, batch, lr, s, finite, with_stats):
+def train_step(model, raw_model, optimizer, batch, step, lr, s, finite, with_stats):
     """
-    One optimizer step at learning rate lr on a list of micro-batches (tokens, targets), with the settings s. `model` is
+    Optimizer step 1, 2, ... at learning rate lr on a list of micro-batches (tokens, targets), with the settings s. `model` is
     the DDP wrapper or raw_model itself. `finite` () is 1, and set to 0 once a gradient is not finite: from then on there
     are no updates, and centering a centered E again changes no more than rounding. Returns STATS (7,), of the logits too with with_stats, and the gradient norm ().
     """
@@ -352,25 +390,46 @@ def train_step(model, raw_model, optimizer, batch, lr, s, finite, with_stats):
             loss, micro_stats = model(tokens, targets, with_stats)
             (loss / len(batch)).backward()
         stats = merge_stats(stats, micro_stats)
+    E = raw_model.E
+    penalty = embeddings_to_loss(E, raw_model.config, step)  # once a step, after the micro-batches and the processes were averaged
+    if penalty.requires_grad:
+        E.grad += torch.autograd.grad(penalty, E)[0]
+        stats[1] += sum(targets.numel() for _, targets in batch) * penalty.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), s['grad_clip'] or math.inf)
 
     # the fused optimizer skips its update where found_inf is 1: no step waits for the host to look
     finite *= torch.isfinite(grad_norm)
     optimizer.found_inf = 1 - finite
-    E = raw_model.E
     with torch.no_grad():
-        if s['method'] == 'weight_decay':  # E <- (1 - lam) E - lr u, whatever the learning rate (Eq. 2)
+        if raw_model.config.head_mode == 'weight_decay':  # E <- (1 - lam) E - lr u, whatever the learning rate (Eq. 2)
             E.mul_(1 - s['lam'] * finite.to(E.dtype))
+        before = E.clone() if raw_model.config.head_mode == 'coupled_adam' else None
         if E.device.type != 'mps' or finite:  # the kernel for MPS does not look at found_inf
             optimizer.step()
-        if s['method'] == 'mu_centering':  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
-            E.sub_(E.mean(dim=0))
+            if before is not None:  # the update of E once more, with the second moment averaged over the vocabulary
+                E.copy_(torch.where(finite > 0, before - lr * coupled_update(optimizer, E), before))
+        if 'mu_centering' in s['method'] and step % s['center_every'] == 0:  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
+            for W in (E, raw_model.wte.weight) if s['center_input'] else (E,):
+                W.sub_(W.mean(dim=0))
     optimizer.zero_grad(set_to_none=True)
     return stats, grad_norm
 
 
+def coupled_update(optimizer, E):
+    """
+    The update (V, H) of E that Coupled Adam (Stollenwerk and Stollenwerk 2025) takes from the moments that Adam has just
+    brought up to date: m_hat / (sqrt(nu_hat) + eps) with nu = 1/V sum_i v_i. Averaging is linear, so whether the state keeps
+    v_i, as here, or nu makes no difference to any nu that follows.
+    """
+    group, state = optimizer.param_groups[0], optimizer.state[E]
+    (beta1, beta2), t = group['betas'], state['step'].to(E.dtype)
+    m_hat = state['exp_avg'] / (1 - beta1 ** t)
+    nu_hat = state['exp_avg_sq'].mean(dim=0) / (1 - beta2 ** t)
+    return m_hat / (nu_hat.sqrt() + group['eps'])
+
+
 def main(argv=None):
-    args = parse_args(parser(), argv)
+    args, source = parse_run(argv)
     try:
         rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
     except ValueError:
@@ -383,9 +442,16 @@ def main(argv=None):
         keep_freed_memory()
     on_gpu = device.type == 'cuda'
     fill_in(args, device.type, world_size)
+    if source and source['step'] >= args.steps:
+        die(f'--init_from={args.init_from} is at step {source["step"]}: --steps={args.steps} should be more')
     train_shards, val_shards = load_data(args)
     n_windows = int(data.count_windows(train_shards, args.block_size).sum())
     config = gpt_config(vars(args))
+    if source:
+        with torch.device('meta'):
+            wanted = {name: w.shape for name, w in GPT(config).state_dict().items()}
+        if wanted != {name: w.shape for name, w in source['model'].items()}:
+            die(f'--init_from={args.init_from} holds a model of another shape than the one that this command describes')
     per_process = args.batch_size // world_size
     micro = args.micro_batch_size = args.micro_batch_size or fitting_micro_batch(per_process, config, device)
     accumulation = per_process // micro
@@ -434,24 +500,29 @@ def main(argv=None):
     if args.dtype == 'float64':
         raw_model.double()
     counters = {'elapsed': 0.0, 'step_seconds': 0.0, 'init_loss': None, 'diverged_step': None,
-                'skipped': 0, 'smooth_loss': None, 'smooth_step': 0, 'lowest_loss': math.inf}
+                'skipped': 0, 'smooth_loss': None, 'smooth_step': 0, 'lowest_loss': math.inf, 'first_step': 0}
     step = 0
     raw_model.to(device)
     optimizer = torch.optim.AdamW(raw_model.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
                                   weight_decay=0.0, fused=True)
-    if checkpoint:
+    if checkpoint or source:
+        state = checkpoint or source
         try:
-            raw_model.load_state_dict(checkpoint['model'])
-            optimizer.load_state_dict(checkpoint['optimizer'])
-            if not 0 < checkpoint['step'] <= args.steps or set(checkpoint['counters']) != set(counters):
-                raise ValueError(f'step {checkpoint["step"]} with counters {", ".join(checkpoint["counters"])}')
+            raw_model.load_state_dict(state['model'])
+            if 'optimizer' in state:
+                optimizer.load_state_dict(state['optimizer'])
+                optimizer.param_groups[0].update(betas=(args.beta1, args.beta2), eps=args.eps)  # which --init_from may change
+            if not 0 < state['step'] <= args.steps or checkpoint and set(checkpoint['counters']) != set(counters):
+                raise ValueError(f'step {state["step"]} with counters {", ".join(state.get("counters", ()))}')
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            die(f'{ckpt_path}: not a checkpoint of this run ({" ".join(str(error).split())[:150]}); move it away to start from the beginning')
-        step, counters = checkpoint['step'], checkpoint['counters']
+            path = ckpt_path if checkpoint else args.init_from
+            die(f'{path}: not a checkpoint of this run ({" ".join(str(error).split())[:150]}); move it away to start from the beginning')
+        step = state['step']
+        counters = checkpoint['counters'] if checkpoint else {**counters, 'first_step': step, 'smooth_step': step}
     if master:
         write_json(config_path, settings)
         cut_log(log_path, step if checkpoint else -1, args.steps)
-    del checkpoint
+    state = checkpoint = source = None
     if args.compile:
         raw_model.compile_parts()
     model = raw_model
@@ -500,7 +571,9 @@ def main(argv=None):
     clock = time.perf_counter()
     if counters['init_loss'] is None:
         counters['init_loss'] = evaluate(raw_model, val_shards, args.eval_tokens, micro, rank, world_size)
-        write_log({'step': 0, 'test_loss': counters['init_loss']})
+        write_log({'step': step, 'test_loss': counters['init_loss']})
+        if step:  # with --init_from: from here on the run stands on its own, whatever becomes of the other
+            save(ckpt_path, optimizer=optimizer.state_dict(), counters=counters)
     skipped = torch.tensor(float(counters['skipped']), device=device)  # steps since a gradient was not finite
     finite = (skipped == 0).float()                                    # 1 until then; the host reads both at log steps only
     peak = peak_flops(device_name) if args.dtype == 'bfloat16' else None
@@ -516,7 +589,7 @@ def main(argv=None):
         interval_steps += 1
         last = step == args.steps
         log_now = last or step == 1 or step % args.log_every == 0
-        stats, grad_norm = train_step(model, raw_model, optimizer, batch, lr, settings, finite, log_now)
+        stats, grad_norm = train_step(model, raw_model, optimizer, batch, step, lr, settings, finite, log_now)
         skipped += 1 - finite
         if not last:
             batch = load_batch(step)  # while the device still works on the step
@@ -600,12 +673,12 @@ def main(argv=None):
             seconds = counters['step_seconds']
             write_json(result_path, {
                 'method': args.method, 'size': args.size, 'n_params': raw_model.n_params(), 'weight_tying': int(args.weight_tying),
-                'lam': args.lam if args.method in USES_LAM else None, 'cap': args.cap if args.method == 'soft_capping' else None,
+                'lam': args.lam if config.head_mode in USES_LAM else None, 'cap': args.cap if config.head_mode == 'soft_capping' else None,
                 'lr': args.lr, 'seed': args.seed, 'steps': args.steps, 'logits_dtype': args.logits_dtype,
                 'init_loss': counters['init_loss'], 'test_loss': test_loss, 'diverged': int(counters['diverged_step'] is not None),
                 'diverged_step': counters['diverged_step'], 'mu_norm': E.detach().mean(dim=0).norm().item(),
                 'lr_sum': sum(learning_rate(i, settings) for i in range(step)), 'train_seconds': counters['elapsed'],
-                'tokens_per_second': step * args.batch_size * args.block_size / seconds if seconds else None, 'device': device_name})
+                'tokens_per_second': (step - counters.get('first_step', 0)) * args.batch_size * args.block_size / seconds if seconds else None, 'device': device_name})
             if os.path.exists(ckpt_path):
                 os.unlink(ckpt_path)
             print(f'done: test loss {test_loss:.4f} after {step} steps, {counters["elapsed"]:.0f} s, in {args.out}', flush=True)
@@ -618,6 +691,8 @@ def main(argv=None):
         lock.close()
     if world_size > 1:
         dist.barrier()  # a process that leaves while another still writes would have torchrun end both
+        model = None  # were DDP the last to let go of the process group, the two could wait for each other for ever
+        gc.collect()
         dist.destroy_process_group()
     return exit_status
 
