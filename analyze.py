@@ -34,7 +34,7 @@ COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype
            'logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log lr_sum train_seconds '
            'tokens_per_second device').split()
 REQUIRED = ('method', 'size', 'weight_tying', 'lr', 'test_loss')
-TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity')
+TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity', 'part')
 KEY = ('method', 'size', 'weight_tying', 'lam', 'lr', 'seed')
 LRS_COLUMNS = 'size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high'.split()
 DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0')
@@ -279,8 +279,15 @@ def from_folders(done):
         identity = {k: row[k] for k in (*KEY, 'diverged')}
         rows.append({**row, 'folder': folder})
         distributions += [{**identity, 'quantity': name, **of_run[name]} for name in of_run]
-        curves += [{**identity, **entry} for entry in training_curve(read_log(os.path.join(folder, 'log.jsonl')))]
-        for key, value in read_json(os.path.join(folder, 'config.json')).items():
+        config = read_json(os.path.join(folder, 'config.json'))
+        rescued = config.get('init_from')
+        log = training_curve(read_log(os.path.join(folder, 'log.jsonl')))
+        curves += [{**identity, 'part': 'rescue' if rescued else None, **entry} for entry in log]
+        if rescued and log:  # what the other run went through before
+            other = rescued if os.path.isdir(rescued) else os.path.dirname(rescued)
+            curves += [{**identity, 'part': 'before', **entry} for entry in training_curve(read_log(os.path.join(other, 'log.jsonl')))
+                       if entry['step'] < log[0]['step']]
+        for key, value in config.items():
             value = ', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value
             if key != 'out' and value not in settings.setdefault(key, []):
                 settings[key].append(value)
@@ -320,7 +327,8 @@ def draw(rows, lrs_rows, distributions, curves, method, folder):
         finite = [r for r in part if plots.drawable(tables.capped_loss(r))]
         tuned = {m for m in {r['method'] for r in part} if len({r['lam'] for r in part if r['method'] == m}) > 1}
         of_method, title = [r for r in part if r['method'] == method], tables.name(method)
-        of_tying = [r for r in curves if r['weight_tying'] == tying]
+        of_tying = [r for r in curves if r['weight_tying'] == tying and r.get('part') != 'before']
+        rescued = [r for r in curves if r['weight_tying'] == tying and r.get('part')]
         figure(f'loss_{word}', f'Loss against learning rate, {word}', paper('Figure 2', 'Appendix D, Figure 9'),
                'The test loss after training at each learning rate: flat is stable, a line that rises to the right is not. Left all sizes, then the two largest '
                'learning rates of one size a panel. Filled: the run diverged.', plots.loss_against_lr,
@@ -354,6 +362,10 @@ def draw(rows, lrs_rows, distributions, curves, method, folder):
             figure(f'curves_{size}_{word}', f'Training curves of {size}, {word}', '',
                    'Loss, norm of the mean embedding, mean logit and largest |logit| during training, a line a learning rate: the drift as it grows.',
                    plots.training_curves, [r for r in of_tying if r['size'] == size], lacks='there are no logs (curves.csv)')
+        if rescued:
+            figure(f'rescue_{word}', f'Rescue: going on with another method, {word}', '',
+                   'Norm of the mean embedding and mean logit of one run (black), and of the runs that went on from its weights with the methods named. '
+                   'Dotted: their first step.', plots.rescue, rescued, lacks='')
     return drawn, missing
 
 
@@ -365,6 +377,9 @@ def draw_theory(folder):
              'Embeddings spread evenly around a mean μ that points along the hidden state h all have a cosine with h; centering takes that away.'),
             (plots.zloss_of_one_logit, 'theory_zloss_1d', 'z-loss of one logit', 'Appendix B, Figure 6',
              'z-loss punishes a large positive logit and lets a large negative one be; only without other logits (S = 0) is it even.'),
+            (plots.root_cause, 'theory_root_cause', 'The root cause: how far the mean embedding moves', 'Section 1, Anisotropic Embeddings',
+             'In a head trained by itself the mean embedding stays where it is with SGD, and moves with Adam, whose second moments differ between the '
+             'embeddings; one second moment for all of them (Coupled Adam) keeps it where it was.'),
             (plots.zloss_of_two_logits, 'theory_zloss_2d', 'Z and z-loss of two logits', 'Appendix B, Figure 7',
              'Black: where z-loss is smallest. The curve runs off to large negative logits, so z-loss does not hold the mean logit at 0.')):
         print(f'drawing {file}', flush=True)

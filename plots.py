@@ -72,7 +72,7 @@ def legend(figure, rows):
     if len(sizes(rows)) > 1:
         handles += [Line2D([], [], color='black', marker=style(s)[0], linestyle=style(s)[1], markerfacecolor='white', label=plain(s))
                     for s in sizes(rows)[:12]]
-    figure.legend(handles=handles, loc='outside lower center', ncols=max(2, int(figure.get_figwidth() / 1.35)))
+    figure.legend(handles=handles, loc='outside lower center', ncols=max(2, int(figure.get_figwidth() / 1.6)))
 
 
 def plain_numbers(axis):
@@ -281,6 +281,23 @@ def drift(rows, curve_rows, path):
     save(figure, path)
 
 
+def rescue(rows, path):
+    """‖μ‖ and logit mean of runs that went on from another's weights (--init_from), rows of curves.csv; black: that other run before."""
+    figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.6))
+    runs = {}
+    for r in rows:
+        runs.setdefault((r['part'] == 'before', variant(r), r['lr'], r['seed']), []).append(r)
+    for ax, column in zip(axes, ('mu_norm', 'logit_mean')):
+        for (before, v, *_), run in runs.items():
+            points = [(r['step'], r[column]) for r in run if drawable(r[column])]
+            ax.plot(*zip(*points) if points else ([], []), color='black' if before else color(*v), linewidth=1)
+        ax.axvline(min(r['step'] for r in rows if r['part'] == 'rescue'), color='black', linewidth=0.8, linestyle=':')
+        ax.set_yscale('symlog', linthresh=0.1)
+        ax.set(xlabel='step', ylabel=SYMBOLS[column], **({'ylim': (-0.01, None)} if column == 'mu_norm' else {}))
+    legend(figure, [{**r, 'size': ''} for r in rows if r['part'] == 'rescue'])
+    save(figure, path)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # the theory, from formulas
 
@@ -338,4 +355,37 @@ def zloss_of_two_logits(path):
         ax.plot(best, np.log1p(-np.exp(best)), optimum, color='black', linewidth=2, zorder=5)
         ax.set(xlabel='$l_1$', ylabel='$l_2$', title=label)
         ax.view_init(elev=28, azim=-120)
+    save(figure, path)
+
+
+def drift_of_mu(steps=200, V=200, H=16, N=64):
+    """
+    A language modeling head alone, in float64: ‖μ_t - μ_0‖ after each step with SGD, Adam and Coupled Adam (whose second moment
+    is averaged over the vocabulary). The gradients of the logits sum to 0 over the vocabulary, so those of the e_i do too.
+    """
+    moved = {}
+    for optimizer in ('SGD', 'Adam', 'Coupled Adam'):
+        rng = np.random.RandomState(0)
+        E, m, v, start = rng.randn(V, H) / np.sqrt(H), 0, 0, None
+        frequency = 1 / np.arange(1, V + 1)  # of the tokens: Zipf's law, which makes second moments differ
+        moved[optimizer], start = [], E.mean(axis=0)
+        for t in range(1, steps + 1):
+            h, targets = rng.randn(N, H) + 1, rng.choice(V, N, p=frequency / frequency.sum())
+            p = np.exp(h @ E.T - (h @ E.T).max(axis=1, keepdims=True))
+            p /= p.sum(axis=1, keepdims=True)
+            g = (p - np.eye(V)[targets]).T @ h / N
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+            second = {'SGD': 1, 'Adam': v / (1 - 0.95**t), 'Coupled Adam': v.mean(axis=0) / (1 - 0.95**t)}[optimizer]
+            E = E - 0.01 * m / (1 - 0.9**t) / (np.sqrt(second) + 1e-8)
+            moved[optimizer].append(np.linalg.norm(E.mean(axis=0) - start))
+    return moved
+
+
+def root_cause(path):
+    """How far the mean embedding moves with SGD, Adam and Coupled Adam, in a head trained by itself."""
+    figure, ax = plt.subplots(figsize=(4.6, 3.4))
+    for (optimizer, moved), line in zip(drift_of_mu().items(), ('--', '-', ':')):
+        ax.plot(range(1, len(moved) + 1), moved, line, color=COLORS['coupled_adam' if optimizer == 'Coupled Adam' else 'baseline'], label=optimizer)
+    ax.set(yscale='log', xlabel='step', ylabel=r'$\|\mu_t - \mu_0\|$', ylim=(1e-18, 10))
+    ax.legend()
     save(figure, path)

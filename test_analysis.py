@@ -160,6 +160,13 @@ def test_projection_keeps_norms_and_products_with_mu_and_h():
         assert np.allclose(P[30:, 2], 0, atol=1e-12)
 
 
+def test_mu_moves_with_adam_alone():
+    """Gradients of the logits sum to zero over the vocabulary: what is the same for all embeddings leaves their mean."""
+    moved = plots.drift_of_mu(steps=50)
+    assert max(moved['SGD']) < 1e-13 and max(moved['Coupled Adam']) < 1e-13 and moved['Adam'][-1] > 0.05
+    assert all(b > a for a, b in zip(moved['Adam'][::10], moved['Adam'][10::10]))
+
+
 def test_training_curve_sums_the_learning_rates_and_keeps_the_end():
     s = {'lr': 0.3, 'min_lr': 1e-5, 'warmup': 150, 'steps': 3000}
     rates = [train.learning_rate(i, s) for i in range(3000)]
@@ -190,7 +197,7 @@ def test_a_full_csv_gives_every_figure_and_a_report_that_needs_nothing_else(tmp_
     full_csv(tmp_path / 'r.csv')
     status, html = run(tmp_path / 'r.csv', tmp_path / 'out', '--theory', '--method=z_loss')
     wanted = [f'{name}_{word}' for name in ('loss', 'lrs', 'statistics', 'fact3', 'sensitivity', 'drift') for word in ('untied', 'tied')]
-    wanted += ['theory_centering', 'theory_zloss_1d', 'theory_zloss_2d']
+    wanted += ['theory_centering', 'theory_zloss_1d', 'theory_zloss_2d', 'theory_root_cause']
     assert status == 0 and sorted(os.listdir(tmp_path / 'out' / 'figures')) == sorted(f'{name}.{ending}' for name in wanted for ending in ('png', 'pdf'))
     for name in wanted:
         assert (tmp_path / 'out' / 'figures' / f'{name}.png').read_bytes()[:4] == b'\x89PNG' and (tmp_path / 'out' / 'figures' / f'{name}.pdf').read_bytes()[:4] == b'%PDF'
@@ -256,7 +263,7 @@ def test_method_and_theory_flags(tmp_path, capsys):
         error = capsys.readouterr().err
         assert stopped.value.code == 2 and named in error and error.count('\n') == 1 and not os.path.exists(tmp_path / 'out')
     assert analyze.main(['--theory', f'--out={tmp_path}/theory']) == 0
-    assert sorted(os.listdir(tmp_path / 'theory')) == ['.lock', 'figures', 'report.html'] and len(os.listdir(tmp_path / 'theory' / 'figures')) == 6
+    assert sorted(os.listdir(tmp_path / 'theory')) == ['.lock', 'figures', 'report.html'] and len(os.listdir(tmp_path / 'theory' / 'figures')) == 8
 
 
 # ---------------------------------------------------------------------------------------------------------- from run folders
@@ -312,6 +319,20 @@ def test_distributions_hold_quartiles_extrema_and_shares(sweep_of_two):
     found, ordered = analyze.summary(values), values.sort().values
     assert [found[k] for k in ('min', 'q25', 'median', 'q75', 'max')] == [ordered[i].item() for i in (0, 250, 500, 750, 1000)]
     assert found['above_0'] == (values > 0).double().mean().item() and found['below_1'] == (values < 1).double().mean().item()
+
+
+def test_a_run_that_went_on_from_another_is_drawn_with_what_was_before(sweep_of_two, tmp_path):
+    out, _, _ = sweep_of_two
+    source = tmp_path / 'source'
+    flags = ['--size=tiny', '--steps=30', '--lr=0.1', '--batch_size=4', '--block_size=32', '--device=cpu', f'--data={out.parent}/data', '--log_every=5',
+             '--eval_tokens=128', '--test_tokens=128']
+    assert train.main(['--method=baseline', *flags, '--keep_every=15', f'--out={source}']) == 0
+    assert train.main(['--method=mu_centering', f'--init_from={source}/model_15.pt', '--device=cpu', f'--out={tmp_path}/rescue/a']) == 0
+    assert analyze.main([str(tmp_path / 'rescue'), f'--out={tmp_path}/results']) == 0
+    lines = [r for r in csv.DictReader(open(tmp_path / 'results' / 'curves.csv'))]
+    assert [(r['part'], r['step']) for r in lines] == [('rescue', s) for s in ('20', '25', '30')] + [('before', s) for s in ('1', '5', '10', '15')]
+    assert (tmp_path / 'results' / 'figures' / 'rescue_untied.png').exists()
+    assert 'Rescue' in run(tmp_path / 'results' / 'results.csv', tmp_path / 'again')[1]  # from the csv files alone too
 
 
 def test_statistics_of_an_older_analysis_are_made_again(sweep_of_two, capsys):
