@@ -11,6 +11,7 @@ import analyze
 import data
 import model as model_py
 import tables
+import settings as settings_py
 import train
 from common import write_json
 from model import GPT, LAM, METHODS, SIZES, STATS, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
@@ -591,7 +592,7 @@ def test_it_is_the_second_moment_in_adam_that_causes_the_common_shift_of_the_emb
 def count_collectives(rank, folder):
     """Process `rank` of two: Appendix E with DTensor, counted by PyTorch's communication debug mode."""
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
     dist.init_process_group('gloo', init_method=f'file://{folder}/store', rank=rank, world_size=2)
     mesh = init_device_mesh('cpu', (2,))
@@ -729,16 +730,16 @@ def test_products_are_in_the_dtype_and_weights_in_fp32(dtype, inside):
 
 
 def test_defaults_are_appendix_a():
-    args = train.parser().parse_args([])
+    args = settings_py.parser().parse_args([])
     appendix_a = dict(beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, weight_tying=False, min_lr=1e-5, block_size=2048, batch_size=64,
                       steps=100_000, cap=30.0, size='16M', method='baseline', rope_fraction=0.5, seed=1, divergence_margin=0.5)
     assert {k: getattr(args, k) for k in appendix_a} == appendix_a
     args.data = 'x'
-    train.fill_in(args, 'cuda', 4)
+    settings_py.fill_in(args, 'cuda', 4)
     assert (args.warmup, args.dtype, args.logits_dtype, args.compile) == (5000, 'bfloat16', 'bfloat16', True)
     for method in ('weight_decay', 'z_loss', 'mu_loss'):
         args.method, args.lam = method, None
-        train.fill_in(args, 'cuda', 4)
+        settings_py.fill_in(args, 'cuda', 4)
         assert args.lam == 1e-4
     assert LAM['max_z_loss'] == 2e-4 and LAM['cosine_reg'] == 1  # those of Baichuan 2 and of Gao et al.
     assert (args.n_layer, args.n_embd, args.n_head, args.eval_tokens, args.test_tokens) == (6, 224, 4, 1_048_576, 10_485_760)

@@ -17,6 +17,7 @@ import bench
 import common
 import data
 import prepare_fineweb
+import settings as settings_py
 import train
 from model import GPT, LAM, METHODS, gpt_config, head_mode
 from test_faults import expect_one_line
@@ -433,10 +434,10 @@ def test_dry_run_prints_the_papers_grids():
         flags = dict(f[2:].split('=') for f in line.split() if '=' in f and f.startswith('--'))
         settings = {'size': flags['size'], 'weight_tying': '--weight_tying' in line, 'method': flags['method'], 'lam': float(flags['lam']),
                     'lr': float(flags['lr']), 'seed': int(flags['seed'])}
-        assert name == train.run_name(settings)
+        assert name == settings_py.run_name(settings)
     for line in sweep('demo', DRY_RUN='1', METHODS=' '.join((*METHODS, 'max_z_loss+mu_centering'))).stdout.splitlines():
-        args = train.parser().parse_args(line.split()[2:])  # every method, with its own λ where it has one
-        assert args.out == 'out/demo/' + train.run_name(vars(args)) and args.lam in (LAM.get(head_mode(args.method), 1e-4), 1e-1)
+        args = settings_py.parser().parse_args(line.split()[2:])  # every method, with its own λ where it has one
+        assert args.out == 'out/demo/' + settings_py.run_name(vars(args)) and args.lam in (LAM.get(head_mode(args.method), 1e-4), 1e-1)
     odd = sweep('demo', DRY_RUN='1', OUT='a b$(touch x)', METHODS='baseline', LRS='1e-2').stdout
     assert odd.count('\n') == 1 and r'a\ b\$\(touch\ x\)' in odd and not os.path.exists(os.path.join(HERE, 'x'))
 
