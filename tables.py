@@ -295,11 +295,12 @@ TERMINAL, MARKDOWN = {'b': '**{}**', 'u': '_{}_', 'grey': '{} ({})'}, {'b': '**{
 
 def text(table, style=TERMINAL):
     """The table with its title, as aligned text for a terminal or, with style=MARKDOWN, as Markdown."""
-    escape = html.escape if style is MARKDOWN else str  # what comes from a csv is no HTML
+    def escape(words):  # what comes from a csv is no HTML and no column
+        return html.escape(words).replace('|', '\\|') if style is MARKDOWN else words
 
     def show(cell):
         words, marks, grey = (cell, '', '') if isinstance(cell, str) else cell
-        words = escape(words).replace('|', '\\|')
+        words = escape(words)
         for mark in 'ub':
             words = style[mark].format(words) if mark in marks else words
         return style['grey'].format(words, grey).strip() if grey else words
