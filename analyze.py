@@ -43,6 +43,7 @@ LIMITS = {  # what a number in a csv should be
     'lr': ('above 0', lambda x: 1e-40 < x < 1e40), 'lam': ('0 or above', lambda x: 0 <= x < 1e30),
     'seed': ('a whole number', lambda x: math.isfinite(x) and x == int(x)), 'steps': ('a number above 0', lambda x: 0 < x < 1e30),
     'n_params': ('a number above 0', lambda x: 0 < x < 1e30), 'init_loss': ('a number above 0', lambda x: 0 < x < math.inf)}
+DISTRIBUTED = ('logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log', 'r_emb', 'fact_3', 'fact_3_premise')
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 PUBLISHED_INIT_LOSS = {'16M': 10.83, '29M': 10.83, '57M': 10.83, '109M': 10.83, '221M': 10.85}  # where a csv has none
 
@@ -101,12 +102,12 @@ def analyze_run(folder):
     run's analysis.json, so that a growing sweep is not computed again.
     """
     row = {**dict.fromkeys(COLUMNS), **read_json(os.path.join(folder, 'result.json'))}
-    missing = [c for c in REQUIRED if row[c] is None]
-    if missing:
-        die(f'{folder}/result.json: no {", ".join(missing)}')
+    for column in COLUMNS:
+        cell(f'{folder}/result.json', column, '' if row[column] is None else str(row[column]), REQUIRED)
     kept, path = os.path.join(folder, 'analysis.json'), os.path.join(folder, 'model.pt')
     found = read_json(kept) if os.path.exists(kept) and not (os.path.exists(path) and os.path.getmtime(kept) < os.path.getmtime(path)) else {}
-    if set(found.get('r_emb', ())) != set(DISTRIBUTION):
+    if not all(isinstance(found.get(name), dict) and set(found[name]) == set(DISTRIBUTION) for name in DISTRIBUTED) or not all(
+            isinstance(found.get(name), (int, float)) for name in ('logit_mean_spread', 'logit_max', 'mu_norm')):
         try:
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip():  # torch does not look at the checksums
@@ -135,14 +136,16 @@ def analyze_run(folder):
 
 
 def read_log(path):
-    """The entries of a run's log.jsonl as dicts; lines that are no JSON (a disk that was full) are passed over."""
+    """The entries of a run's log.jsonl as dicts; lines that are none (a disk that was full), or of something else than numbers, are passed over."""
     entries = []
     if os.path.exists(path):
         with open(path, encoding='utf-8', errors='replace') as file:
             for line in file:
                 try:
-                    entries.append(json.loads(line))
-                except ValueError:
+                    entry = json.loads(line)
+                    entry['step'] + sum(v for v in entry.values() if v is not None) + (entry['lr'] if 'loss' in entry else 0)
+                    entries.append(entry)
+                except (ValueError, TypeError, KeyError, AttributeError):
                     pass
     return entries
 
@@ -186,6 +189,28 @@ def write_csv(path, columns, rows):
     write_atomic(path, lambda file: file.write(text.getvalue()), mode='w')
 
 
+def cell(where, column, value, required=()):
+    """The value of a csv's cell: text in the columns TEXT, a number elsewhere, None where it is empty. Exits with 2 where it is none of these."""
+    if not value:
+        if column in required:
+            die(f'{where}: {column} is empty')
+        return None
+    if column in TEXT:
+        if not value.isprintable():
+            die(f'{where}: {column} has characters that cannot be printed')
+        return value
+    if column in ('weight_tying', 'diverged'):
+        value = {'true': '1', 'false': '0'}.get(value.lower(), value)
+    wanted, holds = LIMITS.get(column, ('', lambda x: True))
+    try:
+        number = float(value.replace('_', 'no number'))
+    except ValueError:
+        die(f'{where}: {column} should be a number, is {value!r}')
+    if not holds(number):
+        die(f'{where}: {column} should be {wanted}, is {value!r}')
+    return number
+
+
 def read_csv(path, columns=None, required=()):
     """
     The rows of a csv as dicts with `columns` (all that it has if None): text in the columns TEXT and numbers elsewhere,
@@ -211,25 +236,7 @@ def read_csv(path, columns=None, required=()):
         if None in line:
             die(f'{path} line {n}: more cells than the first line has columns')
         for column in columns:
-            value = (line.get(column) or '').strip()
-            if not value:
-                if column in required:
-                    die(f'{path} line {n}: {column} is empty')
-                continue
-            if column in TEXT:
-                row[column] = value
-                if not value.isprintable():
-                    die(f'{path} line {n}: {column} has characters that cannot be printed')
-                continue
-            if column in ('weight_tying', 'diverged'):
-                value = {'true': '1', 'false': '0'}.get(value.lower(), value)
-            try:
-                row[column] = float(value.replace('_', 'no number'))
-            except ValueError:
-                die(f'{path} line {n}: {column} should be a number, is {value!r}')
-            wanted, holds = LIMITS.get(column, ('', lambda x: True))
-            if not holds(row[column]):
-                die(f'{path} line {n}: {column} should be {wanted}, is {value!r}')
+            row[column] = cell(f'{path} line {n}', column, (line.get(column) or '').strip(), required)
         rows.append(row)
     return rows
 
@@ -258,6 +265,8 @@ def complete(rows, source='the runs'):
         if head_mode(r['method']) in METHODS:  # an empty λ is the method's default, and a method without one has none
             default = LAM.get(head_mode(r['method']))
             r['lam'] = None if default is None else default if r['lam'] is None else r['lam']
+        if r['diverged'] is None and not math.isfinite(r['test_loss']):
+            r['diverged'] = 1
         r['init_loss'] = PUBLISHED_INIT_LOSS.get(r['size']) if r['init_loss'] is None else r['init_loss']
         if r['n_params'] is None and r['size'] in PUBLISHED_INIT_LOSS:
             r['n_params'] = n_params(r['size'])
@@ -266,7 +275,7 @@ def complete(rows, source='the runs'):
     rows.sort(key=paper_order)
     for a, b in zip(rows, rows[1:]):
         if all(a[k] == b[k] for k in KEY):
-            die(f'{source}: the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY) + '; several seeds need a seed column')
+            die(f'{source}: the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY) + '; several seeds need a seed column, other differences a file or folder of their own')
     return rows
 
 
@@ -281,12 +290,15 @@ def from_folders(done):
         distributions += [{**identity, 'quantity': name, **of_run[name]} for name in of_run]
         config = read_json(os.path.join(folder, 'config.json'))
         rescued = config.get('init_from')
-        log = training_curve(read_log(os.path.join(folder, 'log.jsonl')))
-        curves += [{**identity, 'part': 'rescue' if rescued else None, **entry} for entry in log]
-        if rescued and log:  # what the other run went through before
+        log, before = read_log(os.path.join(folder, 'log.jsonl')), []
+        start = log[0]['step'] if rescued and log else 0
+        if start:  # what the other run went through before
             other = rescued if os.path.isdir(rescued) else os.path.dirname(rescued)
-            curves += [{**identity, 'part': 'before', **entry} for entry in training_curve(read_log(os.path.join(other, 'log.jsonl')))
-                       if entry['step'] < log[0]['step']]
+            before = [entry for entry in read_log(os.path.join(other, 'log.jsonl')) if entry['step'] <= start]
+        curve = training_curve(before + log)
+        if before and curve:
+            rows[-1]['lr_sum'] = curve[-1]['lr_sum']  # the other run's learning rates were those that it had
+        curves += [{**identity, 'part': 'before' if entry['step'] <= start else 'rescue' if start else None, **entry} for entry in curve]
         for key, value in config.items():
             value = ', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value
             if key != 'out' and value not in settings.setdefault(key, []):
@@ -325,13 +337,14 @@ def draw(rows, lrs_rows, distributions, curves, method, folder):
         def paper(untied, tied=''):
             return tied if tying else untied
         finite = [r for r in part if plots.drawable(tables.capped_loss(r))]
+        filled = 'Filled: the run diverged' + ('.' if all(r['diverged'] is not None for r in part) else '; of some runs the data do not say.')
         tuned = {m for m in {r['method'] for r in part} if len({r['lam'] for r in part if r['method'] == m}) > 1}
         of_method, title = [r for r in part if r['method'] == method], tables.name(method)
         of_tying = [r for r in curves if r['weight_tying'] == tying and r.get('part') != 'before']
         rescued = [r for r in curves if r['weight_tying'] == tying and r.get('part')]
         figure(f'loss_{word}', f'Loss against learning rate, {word}', paper('Figure 2', 'Appendix D, Figure 9'),
                'The test loss after training at each learning rate: flat is stable, a line that rises to the right is not. Left all sizes, then the two largest '
-               'learning rates of one size a panel. Filled: the run diverged.', plots.loss_against_lr,
+               'learning rates of one size a panel. Losses above the loss at initialisation are drawn there. ' + filled, plots.loss_against_lr,
                finite, lacks='no loss is finite, and no loss at initialisation is known')
         sized = [r for r in lrs_rows if r['weight_tying'] == tying and r['n_params'] and r['lrs'] > 0]
         figure(f'lrs_{word}', f'LRS against model size, {word}', paper('Figure 3', 'Appendix D, Figure 10'),
@@ -348,8 +361,8 @@ def draw(rows, lrs_rows, distributions, curves, method, folder):
                lacks='the data have none of r_emb, cos_mu_h, r_cos, r_log')
         figure(f'distributions_{word}', f'Distributions behind Fact 3 for {title}, {word}', paper('Appendix F, Figures 11 and 12'),
                'The same quantities over the vocabulary (r_emb) and over test positions: quartiles, median and extrema; red: the share that is below 1, or for the '
-               'cosine above 0. Filled: the run diverged.', plots.distributions,
-               [r for r in distributions if r['weight_tying'] == tying and r['method'] == method and plots.drawable(r['median'])],
+               'cosine above 0. ' + filled, plots.distributions,
+               [r for r in distributions if r['weight_tying'] == tying and tables.variant(r) == (method, None) and plots.drawable(r['median'])],
                lacks='there are no distributions (distributions.csv)')
         figure(f'sensitivity_{word}', f'Sensitivity to λ, {word}', paper('Appendix C, Figure 8'),
                'Loss against learning rate, and LRS against size, for several coefficients λ: how much tuning a method needs.', plots.sensitivity,

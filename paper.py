@@ -7,7 +7,7 @@ def table(text):
     return {(line[0], column): float(value) for line in lines for column, value in zip(header[1:], line[1:])}
 
 
-# Learning rate sensitivity by weight tying; the sum over the learning rates divided by (their number - 1), see `lrs` in analyze.py.
+# Learning rate sensitivity by weight tying; the sum over the learning rates divided by (their number - 1), see `lrs` in tables.py.
 LRS = {
     0: table("""
         N     baseline  weight_decay  z_loss  soft_capping  mu_loss  mu_centering

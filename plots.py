@@ -69,9 +69,7 @@ def save(figure, path):
 def legend(figure, rows):
     """One legend below the figure: a colour a method, a marker and line style a size."""
     handles = [Line2D([], [], color=color(*v), label=plain(name(*v))) for v in variants(rows)]
-    if len(sizes(rows)) > 1:
-        handles += [Line2D([], [], color='black', marker=style(s)[0], linestyle=style(s)[1], markerfacecolor='white', label=plain(s))
-                    for s in sizes(rows)[:12]]
+    handles += size_handles(rows)
     figure.legend(handles=handles, loc='outside lower center', ncols=max(2, int(figure.get_figwidth() / 1.6)))
 
 
@@ -80,6 +78,12 @@ def plain_numbers(axis):
     axis.set_major_formatter('{x:g}')
     low, high = axis.get_view_interval()
     axis.set_minor_formatter('{x:.2g}' if high < 8 * low else NullFormatter())
+
+
+def size_handles(rows):
+    """For a legend: the marker and line style of each size, where there are several."""
+    return [Line2D([], [], color='black', marker=style(s)[0], linestyle=style(s)[1], markerfacecolor='white', label=plain(s))
+            for s in sizes(rows)[:12] if len(sizes(rows)) > 1]
 
 
 def series(rows, value, x='lr'):
@@ -110,12 +114,13 @@ def curves(ax, rows, value, x='lr'):
 def loss_against_lr(rows, path):
     """The paper's main figure: all sizes together, then the two largest learning rates of one size a panel, on the same axis."""
     rows = readable(rows)
-    panels, largest = sizes(rows)[-5:], sorted({r['lr'] for r in rows})[-2:]
+    panels = sizes(rows)[-5:]
     figure, axes = plt.subplots(1, 1 + len(panels), figsize=(3.6 + 1.5 * len(panels), 3.6), squeeze=False, sharey=len(panels) > 1,
                                 width_ratios=[3] + [1] * len(panels))
     curves(axes[0, 0], rows, capped_loss)
     axes[0, 0].set(xlabel=ETA, ylabel=LOSS)
     for ax, size in zip(axes[0, 1:], panels):
+        largest = sorted({r['lr'] for r in rows if r['size'] == size})[-2:]
         curves(ax, [r for r in rows if r['size'] == size and r['lr'] in largest], capped_loss)
         ax.set(title=plain(size), xlabel=r'$\eta$', xticks=largest, xticklabels=[f'{lr:g}' for lr in largest])
         ax.minorticks_off()
@@ -217,7 +222,7 @@ def sensitivity(rows, lrs_rows, path):
         part = [r for r in rows if r['method'] == method]
         curves(column[0], part, capped_loss)
         column[0].set(title=plain(name(method)), xlabel=ETA, ylabel=LOSS)
-        column[0].legend(handles=[Line2D([], [], color=color(*v), label=rf'$\lambda$ = {v[1] or default_lam(method):g}') for v in variants(part)], fontsize=8)
+        column[0].legend(handles=size_handles(part) + [Line2D([], [], color=color(*v), label=rf'$\lambda$ = {default_lam(method) if v[1] is None else v[1]:g}') for v in variants(part)], fontsize=8)
         if lines == 2:
             draw_lrs(column[1], [r for r in lrs_rows if r['method'] == method])
     save(figure, path)

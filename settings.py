@@ -112,8 +112,10 @@ def parse_run(argv, description=None):
     else:
         source = load_checkpoint(path, ('model', 'config'), '--init_from should name a run\'s folder, its ckpt.pt, model.pt or model_<step>.pt')
         config = source['config']
-    p.set_defaults(**{key: config[key] for key in vars(args) if key in config and key not in OWN}, data=config.get('data'), out=out)
-    return parse_args(p, argv), source
+    taken = [f'--{key}={config[key]}' if not isinstance(config[key], bool) else f'--{key}' if config[key] else f'--no-{key}'
+             for key in vars(args) if key not in OWN or key == 'data' if config.get(key) is not None]
+    p.set_defaults(out=out)
+    return parse_args(p, [*taken, *(sys.argv[1:] if argv is None else argv)]), source  # what is given comes last and counts
 
 
 def run_name(s):

@@ -27,7 +27,7 @@ states() {
     log=$(grep -s '"elapsed"' "$1/$name/log.jsonl" | tail -n 1)
     steps=$(sed -n 's/^  "steps": \([0-9]*\).*/\1/p' "$1/$name/config.json" 2>/dev/null)
     if [ -f "$1/$name/result.json" ]; then state=done
-    elif [ -f "$1/$name/.lock" ] && ! python -c 'import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)' "$1/$name/.lock" 2>/dev/null
+    elif [ -f "$1/$name/.lock" ] && ! python -c 'import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB); fcntl.flock(f, fcntl.LOCK_UN)' "$1/$name/.lock" 2>/dev/null
     then state=running
     elif [ -f "$1/logs/$name.failed" ]; then state=failed
     else state=waiting; fi
@@ -61,6 +61,7 @@ export GRID=${1:-paper}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 export DEVICES=${CUDA_VISIBLE_DEVICES-$([ "$gpus" -gt 0 ] && seq -s, 0 $((gpus - 1)))}
 export GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
+ALSO=
 case $GRID in
   paper)
     : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}" "${SIZES:=16M 29M 57M 109M 221M}"
@@ -138,8 +139,8 @@ count_finished() {
 
 # One run, its output in $OUT/logs; 255 makes xargs stop where the run was interrupted.
 run_one() {
-  local log=$OUT/logs/$1.log status try first=$SECONDS
-  trap : TERM INT  # the run has been told as well: it saves and says so
+  local log=$OUT/logs/$1.log status try told= first=$SECONDS
+  trap 'told=1' TERM INT  # the run has been told as well: it saves and says so
   [ -f "$OUT/$1/result.json" ] && return 0
   rm -f "$OUT/logs/$1.failed"
   command_of "$@"
@@ -149,6 +150,7 @@ run_one() {
   for ((try = 0; try <= RETRIES; try++)); do
     "${COMMAND[@]}" >>"$log" 2>&1 </dev/null
     status=$?
+    if [ "$told" ] && [ $status != 0 ]; then status=143; fi  # torchrun ends with 1, whatever its processes said
     case $status in 0 | 2 | 3 | 130 | 143) break ;; esac
   done
   local finished=$(count_finished) seconds=$(($(date +%s) - BEGIN)) line
@@ -193,12 +195,14 @@ watch() {
   done
 }
 
-# a process group of their own, so that a signal to this script stops and saves all runs
+# a process group of their own, so that a signal to this script stops and saves all runs; SIGUSR1 has them save alone
+trap '' USR1
 set -m
 plan | xargs -0 -n 7 -P "$JOBS" $slot bash -c 'run_one "$@"' sweep &
 set +m
 runs=$(jobs -p) xargs=$! stopped=0
 if [ "$WATCH" != 0 ]; then touch "$watching"; watch & fi
+trap 'kill -USR1 -- -"$runs"' USR1
 trap 'stopped=130; kill -INT -- -"$runs"' INT
 trap 'stopped=143; kill -TERM -- -"$runs"' TERM HUP
 while wait "$xargs"; [ $? -gt 128 ] && kill -0 -- -"$runs" 2>/dev/null; do :; done
@@ -212,7 +216,7 @@ if [ -f "$INTERRUPTED" ] || [ "$stopped" -gt 0 ]; then
 fi
 
 wait  # a refresh that is at work holds the folder of the results
-python analyze.py "$OUT"
+python analyze.py "$OUT" --theory
 status=$?
 failed=$(for name in $NAMES; do [ -f "$OUT/logs/$name.failed" ] && printf '%s\n' "$name"; done)
 if [ -n "$failed" ]; then

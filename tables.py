@@ -39,7 +39,7 @@ def variant(row):
 def variants(rows):
     """The variants in `rows`, in the paper's order."""
     order = {m: i for i, m in enumerate(METHODS)}
-    return sorted({variant(r) for r in rows}, key=lambda v: (order.get(head_mode(v[0]), len(order)), v[0], v[1] or default_lam(v[0])))
+    return sorted({variant(r) for r in rows}, key=lambda v: (order.get(head_mode(v[0]), len(order)), v[0], default_lam(v[0]) if v[1] is None else v[1]))
 
 
 def readable(rows):
@@ -81,14 +81,10 @@ def lrs(losses, init_losses):
     return total / len(capped), total / (len(capped) - 1) if len(capped) > 1 else math.nan
 
 
-def bootstrap(losses):
-    """
-    A 95% interval of the mean over seeds of the LRS (the mean's form). `losses`: one list a learning rate, of its seeds'
-    losses. A resample draws, at each learning rate by itself, as many seeds as the most there are, with replacement.
-    """
-    rng = np.random.RandomState(0)
-    drawn = np.stack([rng.choice(at_lr, (BOOTSTRAP, max(map(len, losses)))) for at_lr in losses])
-    return np.percentile((drawn.mean(axis=0) - drawn.min(axis=0)).mean(axis=1), (2.5, 97.5)).tolist()
+def bootstrap(values):
+    """A 95% interval of the mean of one value a seed: as many of them drawn with replacement, BOOTSTRAP times."""
+    drawn = np.random.RandomState(0).choice(values, (BOOTSTRAP, len(values)))
+    return np.percentile(drawn.mean(axis=1), (2.5, 97.5)).tolist()
 
 
 def lrs_rows(rows):
@@ -97,19 +93,22 @@ def lrs_rows(rows):
     for r in rows:
         groups.setdefault((r['size'], int(r['weight_tying']), r['method'], r['lam']), {}).setdefault(r['seed'], []).append(r)
     for (size, tying, method, lam), seeds in groups.items():
+        learning_rates = {r['lr'] for seed in seeds.values() for r in seed}
+        for seed in [seed for seed, part in seeds.items() if len(part) < len(learning_rates)]:
+            missing.append(f'seed {seed or 0:g} of {name(method, lam)} {size} ({len(seeds[seed])} of {len(learning_rates)} learning rates) is left out of its LRS')
+            del seeds[seed]
+        if not seeds:
+            continue
         runs = [r for seed in seeds.values() for r in seed]
         try:
             values = np.array([lrs([r['test_loss'] for r in seed], [r['init_loss'] for r in seed]) for seed in seeds.values()])
         except ValueError as error:
             missing.append(f'no LRS of {name(method, lam)} {size}: {error}')
             continue
-        at = {}
-        for r in runs:
-            at.setdefault(r['lr'], []).append(capped_loss(r))
-        low, high = bootstrap(list(at.values())) if len(seeds) > 1 else (None, None)
+        low, high = bootstrap(values[:, 0]) if len(seeds) > 1 else (None, None)
         marks = {r['diverged'] for r in runs}
         table.append({'size': size, 'weight_tying': tying, 'method': method, 'lam': lam, 'lrs': values[:, 0].mean(), 'lrs_n1': values[:, 1].mean(),
-                      'n_lrs': len(at), 'diverged': 1 if 1 in marks else None if None in marks else 0, 'seeds': len(seeds), 'lrs_low': low,
+                      'n_lrs': len(learning_rates), 'diverged': 1 if 1 in marks else None if None in marks else 0, 'seeds': len(seeds), 'lrs_low': low,
                       'lrs_high': high, 'n_params': runs[0]['n_params']})
     return table, missing
 
@@ -124,7 +123,8 @@ def lrs_grid(part, columns, column, header, published):
     lines, most = [], max((r['n_lrs'] for r in part), default=0)
     for size in sizes(part):
         cells = {variant(r): r for r in part if r['size'] == size}
-        best = min((r[column] for r in cells.values()), default=None)
+        comparable = max(r['n_lrs'] for r in cells.values())  # an LRS over fewer learning rates is another thing
+        best = min(r[column] for r in cells.values() if r['n_lrs'] == comparable)
         line = [size]
         for v in columns:
             if v not in cells or math.isnan(cells[v][column]):
@@ -134,7 +134,7 @@ def lrs_grid(part, columns, column, header, published):
             text = f'{r[column]:.3f}' + ('' if r['n_lrs'] == most else f' ({r["n_lrs"]} of {most} lr)')
             if column == 'lrs' and r['lrs_low'] is not None:
                 text += f' [{r["lrs_low"]:.3f}, {r["lrs_high"]:.3f}]'
-            marks = ('b' if r[column] == best and len(cells) > 1 else '') + ('u' if r['diverged'] == 0 else '')
+            marks = ('b' if r[column] == best and r['n_lrs'] == comparable and len(cells) > 1 else '') + ('u' if r['diverged'] == 0 else '')
             line.append((text, marks, beside(r[column], published(size, v))))
         lines.append(line)
     return {'header': header, 'rows': lines}
@@ -174,7 +174,7 @@ def sensitivity_tables(table):
                 'title': f'{name(method)} for several λ: LRS (n-1), {word}', 'where': 'Appendix C, Table 4' if published else '',
                 'says': f'How much the learning rate sensitivity of {name(method)} depends on its coefficient λ, which heads the columns.',
                 **lrs_grid(of_method, [(method, None if lam == default_lam(method) else lam) for lam in lams], 'lrs_n1', ['N', *(f'{lam:g}' for lam in lams)],
-                           lambda size, v: published.get((size, f'{v[1] or default_lam(method):g}')))})
+                           lambda size, v: published.get((size, f'{default_lam(method) if v[1] is None else v[1]:g}')))})
     return tables
 
 
@@ -211,7 +211,7 @@ def overhead_tables(rows):
             tables.append({'title': f'Additional training time ΔT, {word}', 'where': 'Appendix E, Table 6', 'header': ['N', *map(name, columns)],
                            'says': "Training time beyond the baseline's, all λ of a method averaged. Grey: the paper (4 A100), and our difference in percentage "
                                    'points.' + (' The data do not name the machine; that it is the same for all runs is assumed.' if unknown else
-                                                f' Machine: {part[0]["device"]}; runs that shared it disturb each other.'), 'rows': lines})
+                                                f' Machine: {", ".join(dict.fromkeys(r["device"] for r in part))}; runs that shared it disturb each other.'), 'rows': lines})
     return tables, missing or ([] if tables else ['no table of ΔT: there are no times of a baseline and of another method at one size'])
 
 
@@ -219,8 +219,8 @@ def ranking_tables(table):
     """The methods by mean LRS over the sizes that all of them have, the default λ, and what separates each from the next."""
     tables = []
     for tying, word, part in tyings([r for r in table if variant(r)[1] is None]):
-        cells = {}
-        for r in part:
+        cells, most = {}, max(r['n_lrs'] for r in part)
+        for r in (r for r in part if r['n_lrs'] == most):
             cells.setdefault(r['method'], {})[r['size']] = r['lrs_n1']
         common = [s for s in sizes(part) if all(math.isfinite(c.get(s, math.nan)) for c in cells.values())]
         if len(cells) < 2 or not common:
@@ -229,7 +229,7 @@ def ranking_tables(table):
         order = sorted(mean, key=mean.get)
         lines = [[name(order[0]), f'{mean[order[0]]:.3f}', '', '', '']]
         for a, b in pairwise(order):
-            sign = '>' if mean[b] >= CLEARLY * mean[a] else '≈'
+            sign = '>' if mean[b] > mean[a] and mean[b] >= CLEARLY * mean[a] else '≈'
             wins = sum(cells[a][s] < cells[b][s] for s in common)
             lines.append([f'{sign} {name(b)}', f'{mean[b]:.3f}', f'{mean[b] - mean[a]:+.3f}', f'{mean[b] / mean[a]:.2f}' if mean[a] else '-',
                           f'{wins} of {len(common)}'])
@@ -248,9 +248,9 @@ def hyperparameter_table(settings):
             rows.append([title, ('', '', str(published)), str(published)])
             continue
         if key == 'weight_tying':
-            ours = ' & '.join(str(v).lower() for v in sorted(settings[key]))
+            ours = ' & '.join(sorted(str(v).lower() for v in settings.get(key, ['?'])))
         elif key == 'batch_size * block_size':
-            ours = ', '.join(f'{a * b}' for a in settings['batch_size'] for b in settings['block_size'])
+            ours = ', '.join(f'{a * b}' for a in settings.get('batch_size', []) for b in settings.get('block_size', [])) or '?'
         else:
             ours = ', '.join(f'{v}' for v in settings.get(key, ['?']))
         rows.append([title, (ours, '' if ours == str(published) else 'b', ''), str(published)])

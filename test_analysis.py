@@ -82,6 +82,22 @@ def test_overhead_averages_all_lam_and_refuses_to_mix_machines():
     assert tables.overhead_tables([row()]) == ([], ['no table of ΔT: there are no times of a baseline and of another method at one size'])
 
 
+def test_lam_zero_is_not_the_default(tmp_path):
+    rows = analyze.complete([row('z_loss', lr=lr, loss=3 + lr * (lam == 0), lam=lam) for lam in (0, 1e-4) for lr in (0.1, 0.3)])
+    found, = tables.sensitivity_tables(tables.lrs_rows(rows)[0])
+    assert found['header'] == ['N', '0', '0.0001'] and found['rows'][0][1] == ('0.200', '', '') and found['rows'][0][2][2] == '0.054 -0.054'
+    assert tables.variants(rows) == [('z_loss', 0), ('z_loss', None)]
+
+
+def test_an_lrs_over_fewer_learning_rates_is_neither_the_best_nor_ranked():
+    rows = [row('baseline', lr=lr, loss=3 + lr) for lr in (0.1, 0.3, 1)] + [row('z_loss', lr=lr, loss=3 + 2 * lr) for lr in (0.1, 0.3, 1)]
+    rows += [row('mu_loss', lr=lr, loss=3.0) for lr in (0.1, 0.3)]  # its largest learning rate is still to come
+    table, _ = tables.lrs_rows(analyze.complete(rows))
+    line = tables.lrs_tables(table)[0]['rows'][0]
+    assert line[0] == '16M' and 'b' in line[1][1] and line[3] == ('0.000 (2 of 3 lr)', '', '0.031 -0.031')
+    assert [r[0] for r in tables.ranking_tables(table)[0]['rows']] == ['baseline', '> z-loss']
+
+
 def test_ranking_orders_by_lrs_and_separates_by_the_factor():
     tops = {'baseline': 4.0, 'weight_decay': 3.5, 'z_loss': 3.45, 'mu_centering': 3.04}
     rows = [row(m, s, 0, lr, loss) for m, top in tops.items() for s in ('16M', '29M') for lr, loss in ((0.1, 3.0), (0.3, top))]
@@ -92,16 +108,20 @@ def test_ranking_orders_by_lrs_and_separates_by_the_factor():
 
 
 def test_bootstrap_interval_is_that_of_all_resamples():
-    """Two learning rates with two seeds each: 16 resamples, equally likely, so the 95% interval is their smallest to their largest."""
+    """Of three seeds there are 27 resamples, equally likely, so the 95% interval is the smallest mean (1 of 27) to the largest."""
     rng = np.random.RandomState(0)
     for _ in range(20):
-        losses = rng.rand(2, 2) * 3
-        exact = []
-        for draw in itertools.product(range(2), repeat=4):  # the seeds drawn at the first, and at the second learning rate
-            sets = [(losses[0][draw[i]], losses[1][draw[2 + i]]) for i in range(2)]
-            exact.append(sum(tables.lrs(s, [None, None])[0] for s in sets) / 2)
-        assert tables.bootstrap(losses.tolist()) == pytest.approx([min(exact), max(exact)])
-    assert tables.bootstrap([[3.0, 3.0], [4.0, 4.0, 4.0]]) == pytest.approx([0.5, 0.5])
+        values = rng.rand(3)
+        exact = [np.mean(draw) for draw in itertools.product(values, repeat=3)]
+        assert tables.bootstrap(values) == pytest.approx([min(exact), max(exact)])
+    assert tables.bootstrap([0.5, 0.5, 0.5]) == pytest.approx([0.5, 0.5])
+
+
+def test_lrs_of_several_seeds_is_their_mean_and_leaves_out_what_is_not_finished():
+    rows = [row(lr=lr, loss=3 + top * (lr == 0.3) + 0.1 * seed, seed=seed) for seed, top in ((1, 0.2), (2, 0.4)) for lr in (0.1, 0.3)]
+    (found,), missing = tables.lrs_rows(rows + [row(lr=0.1, loss=9, seed=3)])
+    assert found['lrs'] == pytest.approx(0.15) and found['lrs_n1'] == pytest.approx(0.3) and found['seeds'] == 2
+    assert found['lrs_low'] == pytest.approx(0.1) and found['lrs_high'] == pytest.approx(0.2) and 'seed 3 of baseline 16M (1 of 2' in missing[0]
 
 
 def test_hyperparameters_stand_beside_the_papers():
@@ -294,14 +314,14 @@ def test_a_sweep_ends_with_a_report_of_everything_and_refreshes_it_on_the_way(sw
     assert {f'{name}_untied.png' for name in ('loss', 'statistics', 'fact3', 'distributions', 'drift', 'curves_tiny')} <= figures
     logs = re.findall(r'<a href="([^"#]*log\.jsonl)">', html)
     assert len(logs) == 4 and all(os.path.exists(os.path.join(results, log)) for log in logs)
-    assert '1/' in open(out / 'logs' / 'analyze.log').read()  # a refresh was made while runs were left
+    assert re.search(r'\[1/[123]\]', open(out / 'logs' / 'analyze.log').read())  # a refresh was made while runs were left
     assert not list((out / 'logs').glob('watching*'))
 
 
 def test_what_a_sweep_leaves_can_be_drawn_again_elsewhere(sweep_of_two, tmp_path):
     """results.csv with the files beside it gives the same tables, figures and settings, without the runs."""
     _, results, _ = sweep_of_two
-    status, html = run(os.path.join(results, 'results.csv'), tmp_path / 'again')
+    status, html = run(os.path.join(results, 'results.csv'), tmp_path / 'again', '--theory')
     assert status == 0 and 'log.jsonl' not in html and 'Hyper-parameters' in html
     assert set(os.listdir(tmp_path / 'again' / 'figures')) == set(os.listdir(os.path.join(results, 'figures')))
     for name in ('tables.md', 'tables.tex', 'lrs.csv'):
@@ -331,9 +351,35 @@ def test_a_run_that_went_on_from_another_is_drawn_with_what_was_before(sweep_of_
     assert train.main(['--method=mu_centering', f'--init_from={source}/model_15.pt', '--device=cpu', f'--out={tmp_path}/rescue/a']) == 0
     assert analyze.main([str(tmp_path / 'rescue'), f'--out={tmp_path}/results']) == 0
     lines = [r for r in csv.DictReader(open(tmp_path / 'results' / 'curves.csv'))]
-    assert [(r['part'], r['step']) for r in lines] == [('rescue', s) for s in ('20', '25', '30')] + [('before', s) for s in ('1', '5', '10', '15')]
+    assert [(r['part'], r['step']) for r in lines] == [('before', s) for s in ('1', '5', '10', '15')] + [('rescue', s) for s in ('20', '25', '30')]
+    settings = json.load(open(source / 'config.json'))
+    assert float(lines[-1]['lr_sum']) == pytest.approx(sum(train.learning_rate(i, settings) for i in range(30)), abs=0.1)
+    assert json.load(open(tmp_path / 'rescue' / 'a' / 'result.json'))['init_loss'] is None  # a kept model does not say what it was at initialisation
     assert (tmp_path / 'results' / 'figures' / 'rescue_untied.png').exists()
     assert 'Rescue' in run(tmp_path / 'results' / 'results.csv', tmp_path / 'again')[1]  # from the csv files alone too
+
+
+def test_damaged_files_of_a_run_are_one_line(sweep_of_two, tmp_path, capsys):
+    out, results, _ = sweep_of_two
+    source = next(p for p in sorted(out.iterdir()) if (p / 'model.pt').exists())
+    result = json.load(open(source / 'result.json'))
+    for name, change in (('lr', '<b>'), ('weight_tying', 2), ('test_loss', 'low'), ('seed', [1]), ('n_params', -1)):
+        folder = tmp_path / 'sweep' / name
+        os.makedirs(folder)
+        for file in source.iterdir():
+            if file.is_file():
+                (folder / file.name).write_bytes(file.read_bytes())
+        (folder / 'result.json').write_text(json.dumps({**result, name: change}))
+        with pytest.raises(SystemExit) as stopped:
+            analyze.analyze_run(str(folder))
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.count('\n') == 1 and name in error and 'result.json' in error
+    (folder / 'log.jsonl').write_text('[1]\n{"step": "x", "loss": 1}\n{"loss": 1}\n{"step": 1, "loss": 2}\nhalf a li\n{"step": 1, "loss": 2.0, "lr": 0.1}\n')
+    assert analyze.read_log(str(folder / 'log.jsonl')) == [{'step': 1, 'loss': 2.0, 'lr': 0.1}]
+    (tmp_path / 'x').mkdir()
+    (tmp_path / 'x' / 'results.csv').write_text(f'{HEAD}\nbaseline,16M,0,0.1,3\n')
+    (tmp_path / 'x' / 'settings.json').write_text('{"steps": [1]}')
+    assert run(tmp_path / 'x' / 'results.csv', tmp_path / 'out')[0] == 0
 
 
 def test_statistics_of_an_older_analysis_are_made_again(sweep_of_two, capsys):

@@ -94,6 +94,15 @@ def peak_flops(device_name):
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if re.search(rf'\b{name}\b', device_name)), None)
 
 
+def processor():
+    """The model of this machine's CPU, or its architecture where the system does not say."""
+    try:
+        with open('/proc/cpuinfo') as file:
+            return next(line.split(':')[1].strip() for line in file if line.startswith('model name'))
+    except (OSError, StopIteration, IndexError):
+        return platform.machine()
+
+
 def git_commit():
     """The commit of this folder, None where it is no git checkout."""
     try:
@@ -173,7 +182,7 @@ def train_step(model, raw_model, optimizer, batch, step, lr, s, finite, with_sta
     """
     Optimizer step 1, 2, ... at learning rate lr on a list of micro-batches (tokens, targets), with the settings s. `model` is
     the DDP wrapper or raw_model itself. `finite` () is 1, and set to 0 once a gradient is not finite: from then on there
-    are no updates, and centering a centered E again changes no more than rounding. Returns STATS (7,), of the logits too with with_stats, and the gradient norm ().
+    are no updates. Returns STATS (7,), of the logits too with with_stats, and the gradient norm ().
     """
     for group in optimizer.param_groups:
         group['lr'] = lr
@@ -204,7 +213,7 @@ def train_step(model, raw_model, optimizer, batch, step, lr, s, finite, with_sta
                 E.copy_(torch.where(finite > 0, before - lr * coupled_update(optimizer, E), before))
         if 'mu_centering' in s['method'] and step % s['center_every'] == 0:  # e*_i = e_i - mu, on every rank, on the raw weight (Eq. 9)
             for W in (E, raw_model.wte.weight) if s['center_input'] else (E,):
-                W.sub_(W.mean(dim=0))
+                W.sub_(finite.to(W.dtype) * W.mean(dim=0))
     optimizer.zero_grad(set_to_none=True)
     return stats, grad_norm
 
@@ -249,7 +258,7 @@ def main(argv=None):
     per_process = args.batch_size // world_size
     micro = args.micro_batch_size = args.micro_batch_size or fitting_micro_batch(per_process, config, device)
     accumulation = per_process // micro
-    device_name = torch.cuda.get_device_name(device) if on_gpu else f'{device.type} ({platform.machine()})'
+    device_name = torch.cuda.get_device_name(device) if on_gpu else f'{device.type} ({processor()})'
     settings = {**vars(args), 'data_fingerprint': data.fingerprint(train_shards + val_shards), 'processes': world_size,
                 'threads': torch.get_num_threads(), 'device_name': device_name, 'commit': git_commit(),
                 'versions': {'python': platform.python_version(), 'torch': str(torch.__version__)}}
@@ -312,11 +321,12 @@ def main(argv=None):
             path = ckpt_path if checkpoint else args.init_from
             die(f'{path}: not a checkpoint of this run ({" ".join(str(error).split())[:150]}); move it away to start from the beginning')
         step = state['step']
-        counters = checkpoint['counters'] if checkpoint else {**counters, 'first_step': step, 'smooth_step': step}
+        counters = checkpoint['counters'] if checkpoint else {
+            **counters, 'first_step': step, 'smooth_step': step, 'init_loss': state.get('counters', {}).get('init_loss')}
     if master:
         write_json(config_path, settings)
         cut_log(log_path, step if checkpoint else -1, args.steps)
-    state = checkpoint = source = None
+    new, state, checkpoint, source = checkpoint is None, None, None, None
     if args.compile:
         raw_model.compile_parts()
     model = raw_model
@@ -363,9 +373,11 @@ def main(argv=None):
     old_handlers = {s: signal.signal(s, lambda number, _: received.add(int(number))) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 
     clock = time.perf_counter()
-    if counters['init_loss'] is None:
-        counters['init_loss'] = evaluate(raw_model, val_shards, args.eval_tokens, micro, rank, world_size)
-        write_log({'step': step, 'test_loss': counters['init_loss']})
+    if new:
+        first_loss = evaluate(raw_model, val_shards, args.eval_tokens, micro, rank, world_size)
+        write_log({'step': step, 'test_loss': first_loss})
+        if not step:
+            counters['init_loss'] = first_loss
         if step:  # with --init_from: from here on the run stands on its own, whatever becomes of the other
             save(ckpt_path, optimizer=optimizer.state_dict(), counters=counters)
     skipped = torch.tensor(float(counters['skipped']), device=device)  # steps since a gradient was not finite
@@ -472,7 +484,8 @@ def main(argv=None):
                 'init_loss': counters['init_loss'], 'test_loss': test_loss, 'diverged': int(counters['diverged_step'] is not None),
                 'diverged_step': counters['diverged_step'], 'mu_norm': E.detach().mean(dim=0).norm().item(),
                 'lr_sum': sum(learning_rate(i, settings) for i in range(step)), 'train_seconds': counters['elapsed'],
-                'tokens_per_second': (step - counters.get('first_step', 0)) * args.batch_size * args.block_size / seconds if seconds else None, 'device': device_name})
+                'tokens_per_second': (step - counters['first_step']) * args.batch_size * args.block_size / seconds if seconds else None,
+                'device': device_name + (f' x {world_size}' if world_size > 1 else '')})
             if os.path.exists(ckpt_path):
                 os.unlink(ckpt_path)
             print(f'done: test loss {test_loss:.4f} after {step} steps, {counters["elapsed"]:.0f} s, in {args.out}', flush=True)
