@@ -1110,6 +1110,23 @@ def test_a_signal_to_a_sweep_saves_all_its_runs(sweep, tmp_path):
     assert_each_ran_once(tmp_path, tmp_path / 'out', after=starts)
 
 
+def test_a_sweep_of_torchruns_that_is_told_to_stop_tries_none_again(sweep, tmp_path):
+    """torchrun ends with 1 however its processes ended; that is no failure of the run where the sweep was told to stop."""
+    (tmp_path / 'bin' / 'torchrun').write_text('#!/bin/sh\ntrap : TERM INT\nshift 2\npython "$@" || exit 1\n')
+    (tmp_path / 'bin' / 'torchrun').chmod(0o755)
+    first = sweep(NPROC='2', RETRIES='2')
+    wait_until(lambda: len(results(tmp_path / 'out')) >= 2)
+    time.sleep(0.2)
+    first.terminate()
+    assert 'goes on' in end(first, 143)[1]
+    starts = open(tmp_path / 'started').read()
+    done = len(results(tmp_path / 'out'))
+    assert done < 10 and f'{done} done, 0 running, {10 - done} waiting, 0 failed' in end(sweep('status'), 0)[0]
+    time.sleep(0.5)
+    assert open(tmp_path / 'started').read() == starts  # none was started anew
+    assert len({line.split()[0] for line in starts.splitlines()}) == len(starts.splitlines())
+
+
 def test_status_and_retries(sweep, tmp_path):
     broken = 'tiny-untied-mu_centering-lr0.001-s1'
     (tmp_path / 'broken').write_text(broken)
