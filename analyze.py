@@ -275,7 +275,8 @@ def complete(rows, source='the runs'):
     rows.sort(key=paper_order)
     for a, b in zip(rows, rows[1:]):
         if all(a[k] == b[k] for k in KEY):
-            die(f'{source}: the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY) + '; several seeds need a seed column, other differences a file or folder of their own')
+            die(f'{source}: the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY)
+                + '; several seeds need a seed column, other differences a file or folder of their own')
     return rows
 
 
@@ -483,7 +484,8 @@ def main(argv=None):
         print(line)
     write_report(out, rows, shown, missing, settings, len(unfinished))
     lock.close()
-    print(f'wrote {out}: {", ".join(sorted(name for name in os.listdir(out) if not name.startswith(".")))}; open {os.path.join(out, "report.html")} in a browser')
+    names = sorted(name for name in os.listdir(out) if not name.startswith('.'))
+    print(f'wrote {out}: {", ".join(names)}; open {os.path.join(out, "report.html")} in a browser')
     return 0
 
 

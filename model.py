@@ -19,7 +19,6 @@ METHODS = ('baseline', 'weight_decay', 'z_loss', 'soft_capping', 'mu_loss', 'mu_
            'max_z_loss', 'norm_softmax', 'coupled_adam', 'cosine_reg', 'laplace_reg', 'spectrum_control')
 # the methods that have a lambda, and its default (sweep.sh reads this line)
 LAM = {'weight_decay': 1e-4, 'z_loss': 1e-4, 'mu_loss': 1e-4, 'max_z_loss': 2e-4, 'cosine_reg': 1, 'laplace_reg': 1, 'spectrum_control': 1e-4}
-USES_LAM = tuple(LAM)
 
 SIZES = {  # the paper's five, from Porian et al. (2024), and one for a CPU
     'tiny': dict(n_layer=2, n_embd=64, n_head=4),
@@ -96,7 +95,8 @@ def logits_to_loss(logits, targets, config, with_stats=True):
 
 def embeddings_to_loss(E, config, step=0):
     """
-    What a method adds to the mean loss as a function of the output embeddings E (V, H) alone: a scalar, without a V x V tensor. `step` picks what laplace_reg samples, so that a step means the same after a resume and on every process.
+    What a method adds to the mean loss as a function of the output embeddings E (V, H) alone: a scalar, without a V x V tensor.
+    `step` picks what laplace_reg samples, so that a step means the same after a resume and on every process.
 
     mu_loss: Eq. 14. cosine_reg: mean cosine of pairs i != j, exactly (Gao et al. 2019; their coefficient is 1).
     laplace_reg: mean heat-kernel similarity of pairs; its gradient is the graph Laplacian of these similarities applied to the

@@ -222,7 +222,8 @@ def sensitivity(rows, lrs_rows, path):
         part = [r for r in rows if r['method'] == method]
         curves(column[0], part, capped_loss)
         column[0].set(title=plain(name(method)), xlabel=ETA, ylabel=LOSS)
-        column[0].legend(handles=size_handles(part) + [Line2D([], [], color=color(*v), label=rf'$\lambda$ = {default_lam(method) if v[1] is None else v[1]:g}') for v in variants(part)], fontsize=8)
+        lams = [Line2D([], [], color=color(*v), label=rf'$\lambda$ = {default_lam(method) if v[1] is None else v[1]:g}') for v in variants(part)]
+        column[0].legend(handles=lams + size_handles(part), fontsize=8)
         if lines == 2:
             draw_lrs(column[1], [r for r in lrs_rows if r['method'] == method])
     save(figure, path)

@@ -13,7 +13,7 @@ import torch
 
 import data
 from common import die, number, parse_args, read_json
-from model import LAM, METHODS, SIZES, USES_LAM, head_mode
+from model import LAM, METHODS, SIZES, head_mode
 
 # Settings that may change when a run goes on; all others must be as they were.
 FREE = ('micro_batch_size', 'device', 'compile', 'ckpt_every', 'keep_every', 'wandb', 'threads', 'data', 'out',
@@ -32,7 +32,8 @@ def parser(description=None):
     g = p.add_argument_group('method (Sections 1 and 2 of the paper)')
     g.add_argument('--method', default='baseline', metavar='METHOD', choices=(*METHODS, *(f'{m}+mu_centering' for m in METHODS[1:] if m != 'mu_centering')),
                    help=f'how the output logits are tamed: {", ".join(METHODS)}, or one of them with +mu_centering after it (default baseline)')
-    g.add_argument('--lam', type=number(0), help='λ of the methods that have one (Eq. 3, 5, 15; default: ' + ', '.join(f'{m} {lam:g}' for m, lam in LAM.items()) + ')')
+    g.add_argument('--lam', type=number(0), 
+                   help='λ of the methods that have one (Eq. 3, 5, 15; default: ' + ', '.join(f'{m} {lam:g}' for m, lam in LAM.items()) + ')')
     g.add_argument('--cap', type=positive, default=30.0, help='soft-cap c of soft_capping (Eq. 6; default 30)')
     g.add_argument('--center_every', type=count, default=1, help='steps from one μ-centering to the next (default 1, as the paper)')
     g.add_argument('--center_input', action=flag, default=False, help='μ-centering of the input embeddings as well (default no)')
@@ -120,7 +121,7 @@ def parse_run(argv, description=None):
 
 def run_name(s):
     """<size>-<tied|untied>-<method>[-lam<λ>]-lr<lr>-s<seed>, numbers as %g."""
-    lam = f'-lam{s["lam"]:g}' if head_mode(s['method']) in USES_LAM else ''
+    lam = f'-lam{s["lam"]:g}' if head_mode(s['method']) in LAM else ''
     return f'{s["size"]}-{"tied" if s["weight_tying"] else "untied"}-{s["method"]}{lam}-lr{s["lr"]:g}-s{s["seed"]}'
 
 

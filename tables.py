@@ -95,7 +95,8 @@ def lrs_rows(rows):
     for (size, tying, method, lam), seeds in groups.items():
         learning_rates = {r['lr'] for seed in seeds.values() for r in seed}
         for seed in [seed for seed, part in seeds.items() if len(part) < len(learning_rates)]:
-            missing.append(f'seed {seed or 0:g} of {name(method, lam)} {size} ({len(seeds[seed])} of {len(learning_rates)} learning rates) is left out of its LRS')
+            missing.append(f'seed {seed or 0:g} of {name(method, lam)} {size} ({len(seeds[seed])} of {len(learning_rates)} learning rates) '
+                           'is left out of its LRS')
             del seeds[seed]
         if not seeds:
             continue
@@ -211,7 +212,8 @@ def overhead_tables(rows):
             tables.append({'title': f'Additional training time ΔT, {word}', 'where': 'Appendix E, Table 6', 'header': ['N', *map(name, columns)],
                            'says': "Training time beyond the baseline's, all λ of a method averaged. Grey: the paper (4 A100), and our difference in percentage "
                                    'points.' + (' The data do not name the machine; that it is the same for all runs is assumed.' if unknown else
-                                                f' Machine: {", ".join(dict.fromkeys(r["device"] for r in part))}; runs that shared it disturb each other.'), 'rows': lines})
+                                                f' Machine: {", ".join(dict.fromkeys(r["device"] for r in part))}; runs that shared it disturb each other.'),
+                           'rows': lines})
     return tables, missing or ([] if tables else ['no table of ΔT: there are no times of a baseline and of another method at one size'])
 
 

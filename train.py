@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
 from common import die, lock_folder, make_folder, read_json, run, write_atomic, write_json
-from model import GPT, STATS, USES_LAM, embeddings_to_loss, gpt_config, merge_stats, no_stats, swiglu_width
+from model import GPT, LAM, STATS, embeddings_to_loss, gpt_config, merge_stats, no_stats, swiglu_width
 from settings import check_settings, fill_in, load_checkpoint, load_data, parse_run
 
 # Dense BF16 peak of one device in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of its name.
@@ -479,7 +479,7 @@ def main(argv=None):
             seconds = counters['step_seconds']
             write_json(result_path, {
                 'method': args.method, 'size': args.size, 'n_params': raw_model.n_params(), 'weight_tying': int(args.weight_tying),
-                'lam': args.lam if config.head_mode in USES_LAM else None, 'cap': args.cap if config.head_mode == 'soft_capping' else None,
+                'lam': args.lam if config.head_mode in LAM else None, 'cap': args.cap if config.head_mode == 'soft_capping' else None,
                 'lr': args.lr, 'seed': args.seed, 'steps': args.steps, 'logits_dtype': args.logits_dtype,
                 'init_loss': counters['init_loss'], 'test_loss': test_loss, 'diverged': int(counters['diverged_step'] is not None),
                 'diverged_step': counters['diverged_step'], 'mu_norm': E.detach().mean(dim=0).norm().item(),
