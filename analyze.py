@@ -376,7 +376,7 @@ def draw(rows, lrs_rows, distributions, curves, method, folder):
             figure(f'curves_{size}_{word}', f'Training curves of {size}, {word}', '',
                    'Loss, norm of the mean embedding, mean logit and largest |logit| during training, a line a learning rate: the drift as it grows.',
                    plots.training_curves, [r for r in of_tying if r['size'] == size], lacks='there are no logs (curves.csv)')
-        if rescued:
+        if any(r['part'] == 'rescue' for r in rescued):
             figure(f'rescue_{word}', f'Rescue: going on with another method, {word}', '',
                    'Norm of the mean embedding and mean logit of one run (black), and of the runs that went on from its weights with the methods named. '
                    'Dotted: their first step.', plots.rescue, rescued, lacks='')

@@ -416,6 +416,21 @@ def train_steps(gpt, method, n, optimizer=None, lr=0.01, micro_batches=1, **more
         yield train.train_step(gpt, gpt, optimizer, batch, step, lr, {**STEP, 'method': method, **more}, finite, False)
 
 
+@pytest.mark.parametrize('method', ['baseline', 'weight_decay', 'coupled_adam', 'mu_centering', 'z_loss+mu_centering'])
+def test_nothing_changes_once_a_gradient_is_not_finite(method):
+    """Not by centering either: between two centerings (center_every) E has a mean that it would take away."""
+    gpt = tiny_gpt(method.removesuffix('+mu_centering'))
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    s = {**STEP, 'method': method, 'center_every': 2, 'center_input': 'mu_centering' in method}
+    finite = torch.ones(())
+    train.train_step(gpt, gpt, optimizer, [token_batch(1)], 1, 0.1, s, finite, False)
+    finite.zero_()
+    before = [p.detach().clone() for p in gpt.parameters()]
+    assert gpt.E.mean(dim=0).norm() > 1e-3 or method == 'coupled_adam'
+    train.train_step(gpt, gpt, optimizer, [token_batch(2)], 2, 0.1, s, finite, False)
+    assert all(torch.equal(a, b) for a, b in zip(before, gpt.parameters()))
+
+
 @pytest.mark.parametrize('tying', [False, True])
 def test_coupled_adam_is_its_equation_and_leaves_all_else_to_adam(tying):
     """theta <- theta - lr m_hat / (sqrt(nu_hat) + eps), nu_hat the mean of v_hat over the vocabulary, against the same gradients."""

@@ -178,6 +178,19 @@ def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
 # the step and the run
 
 
+def coupled_update(optimizer, E):
+    """
+    The update (V, H) of E that Coupled Adam (Stollenwerk and Stollenwerk 2025) takes from the moments that Adam has just
+    brought up to date: m_hat / (sqrt(nu_hat) + eps) with nu = 1/V sum_i v_i. Averaging is linear, so whether the state keeps
+    v_i, as here, or nu makes no difference to any nu that follows.
+    """
+    group, state = optimizer.param_groups[0], optimizer.state[E]
+    (beta1, beta2), t = group['betas'], state['step'].to(E.dtype)
+    m_hat = state['exp_avg'] / (1 - beta1 ** t)
+    nu_hat = state['exp_avg_sq'].mean(dim=0) / (1 - beta2 ** t)
+    return m_hat / (nu_hat.sqrt() + group['eps'])
+
+
 def train_step(model, raw_model, optimizer, batch, step, lr, s, finite, with_stats):
     """
     Optimizer step 1, 2, ... at learning rate lr on a list of micro-batches (tokens, targets), with the settings s. `model` is
@@ -216,19 +229,6 @@ def train_step(model, raw_model, optimizer, batch, step, lr, s, finite, with_sta
                 W.sub_(finite.to(W.dtype) * W.mean(dim=0))
     optimizer.zero_grad(set_to_none=True)
     return stats, grad_norm
-
-
-def coupled_update(optimizer, E):
-    """
-    The update (V, H) of E that Coupled Adam (Stollenwerk and Stollenwerk 2025) takes from the moments that Adam has just
-    brought up to date: m_hat / (sqrt(nu_hat) + eps) with nu = 1/V sum_i v_i. Averaging is linear, so whether the state keeps
-    v_i, as here, or nu makes no difference to any nu that follows.
-    """
-    group, state = optimizer.param_groups[0], optimizer.state[E]
-    (beta1, beta2), t = group['betas'], state['step'].to(E.dtype)
-    m_hat = state['exp_avg'] / (1 - beta1 ** t)
-    nu_hat = state['exp_avg_sq'].mean(dim=0) / (1 - beta2 ** t)
-    return m_hat / (nu_hat.sqrt() + group['eps'])
 
 
 def main(argv=None):
@@ -376,9 +376,9 @@ def main(argv=None):
     if new:
         first_loss = evaluate(raw_model, val_shards, args.eval_tokens, micro, rank, world_size)
         write_log({'step': step, 'test_loss': first_loss})
-        if not step:
+        if step == 0:
             counters['init_loss'] = first_loss
-        if step:  # with --init_from: from here on the run stands on its own, whatever becomes of the other
+        else:  # with --init_from: from here on the run stands on its own, whatever becomes of the other
             save(ckpt_path, optimizer=optimizer.state_dict(), counters=counters)
     skipped = torch.tensor(float(counters['skipped']), device=device)  # steps since a gradient was not finite
     finite = (skipped == 0).float()                                    # 1 until then; the host reads both at log steps only
