@@ -5,6 +5,7 @@ Turns text into token shards: FineWeb, shards that others published, local files
     python prepare_fineweb.py --tokens=1e9                        # the first billion of them
     python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib     # no network, what the demo uses
+    python prepare_fineweb.py --source=stdlib --tokenizer=bpe --out=data/stdlib_bpe   # no network, what the proxy grid uses
 
 The val shard comes first, then the train shards. Every shard is written whole or not at all and meta.json says how far
 the text is used up, so the same command continues where it was stopped.
@@ -23,7 +24,7 @@ import sysconfig
 import numpy as np
 from tqdm import tqdm
 
-from common import die, lock_folder, make_folder, number, parse_args, read_json, run, write_json
+from common import die, lock_folder, make_folder, number, parse_args, read_json, run, write_atomic, write_json
 from data import read_shard, write_shard
 
 PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in this very format, 100M a shard
@@ -35,8 +36,10 @@ def parser():
     add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'],
         help='where the text comes from (default fineweb)')
     add('--out', default='data/fineweb', help='folder of the shards (default data/fineweb)')
-    add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'],
-        help='gpt2: by tiktoken; bytes: UTF-8 bytes and an end-of-text token, needs no download (default gpt2)')
+    add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes', 'bpe'],
+        help='gpt2: by tiktoken; bytes: UTF-8 bytes and an end-of-text token, needs no download; bpe: byte pairs learned from the '
+             'text itself, needs none either (default gpt2)')
+    add('--vocab_size', type=number(257, below=2**16 + 1, integer=True), help='of --tokenizer=bpe, end-of-text and the 256 bytes included (default 1024)')
     add('--tokens', type=number(1, integer=True), default=13_200_000_000,
         help='training tokens to stop at; the paper sees 13.1e9 (default 13.2e9)')
     add('--val_tokens', type=number(1, below=2**31, integer=True), default=10_500_000, help='tokens in the val shard (default 10.5e6)')
@@ -111,6 +114,38 @@ def encode_gpt2(text):
 def encode_bytes(text):
     """text -> tokens (n,) uint16: 256, then the UTF-8 bytes."""
     return np.concatenate(([256], np.frombuffer(text.encode('utf-8', 'surrogateescape'), np.uint8))).astype(np.uint16)
+
+
+def learn_bpe(texts, vocab_size, path):
+    """
+    Learns byte pairs (GPT-2's splitting of the text, Sennrich et al. 2016) from the first 64 million characters of the texts
+    and writes them to `path`. Token 0 is the end of text, then the 256 bytes, then the merges.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    total = itertools.accumulate(texts, lambda total, text: (total[0] + len(total[1]), text), initial=(0, ''))
+    texts = (text for before, text in itertools.takewhile(lambda pair: pair[0] < 64e6, total))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=['<|endoftext|>'], show_progress=False,
+                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    write_atomic(path, lambda file: file.write(tokenizer.to_str()), mode='w')
+
+
+@functools.lru_cache(maxsize=1)
+def bpe(path):
+    """The tokenizer that learn_bpe wrote; exits with 2 where the file is not one."""
+    from tokenizers import Tokenizer
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:
+        die(f'{path}: not a tokenizer ({str(error)[:100]}); choose another --out')
+
+
+def encode_bpe(path, text):
+    """text -> tokens (n,) uint16: 0, then the byte pairs, without looking for an end-of-text in the text."""
+    pieces = text.encode('utf-8', 'replace').decode().split('<|endoftext|>')
+    ids = [bpe(path).encode(piece).ids for piece in pieces]
+    return np.array([0] + list(itertools.chain.from_iterable(ids)), np.uint16)
 
 
 def encode_all(texts, encode, workers):
@@ -196,11 +231,14 @@ def main(argv=None):
         die('--source=local needs --files="GLOB", and --files needs --source=local')
     if args.name is not None and args.source not in ('fineweb', 'pretokenized'):
         die(f'--name={args.name} needs --source=fineweb or pretokenized')
+    if args.vocab_size is not None and args.tokenizer != 'bpe':
+        die(f'--vocab_size={args.vocab_size} needs --tokenizer=bpe')
 
     # what the shards depend on; the same command finds it in meta.json and continues
     settings = {'source': args.source, 'name': args.name, 'files': args.files, 'tokenizer': args.tokenizer,
+                'vocab_size': {'gpt2': 50257, 'bytes': 257, 'bpe': args.vocab_size or 1024}[args.tokenizer],
                 'requested_val_tokens': args.val_tokens, 'shard_tokens': args.shard_tokens}
-    fresh = {**settings, 'vocab_size': 50257 if args.tokenizer == 'gpt2' else 257, 'documents': 0, 'within_document': 0,
+    fresh = {**settings, 'documents': 0, 'within_document': 0,
              'val_tokens': 0, 'tokens': 0, 'shards': 0, 'complete': False}
     meta_path = os.path.join(args.out, 'meta.json')
     meta = stored_meta(args.out, settings, fresh)
@@ -212,7 +250,8 @@ def main(argv=None):
     if args.source == 'pretokenized' and args.tokenizer != 'gpt2':
         die('--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
     if args.source != 'pretokenized':
-        texts = stdlib_texts() if args.source == 'stdlib' else dataset_texts(args)
+        read = stdlib_texts if args.source == 'stdlib' else functools.partial(dataset_texts, args)
+        texts = read()
         try:
             first = list(itertools.islice(texts, 1))  # files that cannot be read are found before a folder is made
         except (OSError, RuntimeError, ValueError) as error:
@@ -238,6 +277,18 @@ def main(argv=None):
         except Exception as error:
             no_network(args, error)
         return
+
+    if args.tokenizer == 'bpe':
+        path = os.path.join(args.out, 'tokenizer.json')
+        try:
+            if meta['shards'] == 0:
+                print('learning byte pairs', flush=True)
+                learn_bpe(read(), args.vocab_size or 1024, path)
+        except (OSError, RuntimeError, ValueError) as error:
+            no_text(args, error)
+        if not os.path.exists(path):
+            die(f'{path} is gone, and the shards there need it; choose another --out')
+        encode = functools.partial(encode_bpe, path)
 
     name = 'fineweb' if args.source == 'fineweb' else args.source
     buffer, held = [], 0              # tokens of the shard in the making

@@ -4,12 +4,13 @@
 #   bash sweep.sh                 the paper's grid: 6 methods x 7 learning rates x 5 sizes x 2 tyings
 #   bash sweep.sh ablation        its λ grid: z_loss and mu_loss, untied
 #   bash sweep.sh demo            a grid for a CPU: prepares its data, minutes
+#   bash sweep.sh proxy           the drift until bf16 feels it, on a CPU, three seeds: prepares its data, under an hour on two cores
 #   bash sweep.sh status          what is done, running, waiting and failed of the sweeps in out/ (or of the one in OUT), and the time left
 #
 # Narrow or widen any of them by environment variables, lists separated by spaces:
 #   METHODS (default: the paper's six; all: those that it cites too; each also with +mu_centering)
 #   SIZES LRS TYING (untied tied) LAMS (default: each method's own) SEEDS STEPS
-#   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo: the cores)
+#   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo, proxy: the cores)
 #   OUT     folder of the runs (default out/<grid>)                      DATA     folder of the shards
 #   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, for this folder; run nothing
 #   WATCH=1 refresh the report, results/<sweep>/report.html, after each finished run (it is always written at the end)
@@ -75,7 +76,11 @@ case $GRID in
     : "${SIZES:=tiny}" "${LRS:=1e-2 1e-1 3e-1}" "${TYING:=untied}" "${STEPS:=1000}" "${DATA:=data/stdlib}" "${NPROC:=1}"
     : "${JOBS:=$(nproc 2>/dev/null || sysctl -n hw.ncpu)}"
     export OMP_NUM_THREADS=1 ;;
-  *) refuse "no grid '$GRID'; should be paper, ablation, demo or status" ;;
+  proxy)  # few tokens a step, each rare, and a narrow model: what makes the drift fast (README, What we measured)
+    : "${METHODS:=baseline z_loss mu_loss mu_centering}" "${SIZES:=tiny}" "${LRS:=1e-2 3e-2 1e-1 3e-1}" "${SEEDS:=1 2 3}"
+    : "${TYING:=untied}" "${STEPS:=32000}" "${DATA:=data/stdlib_bpe}" "${NPROC:=1}" "${JOBS:=$(nproc 2>/dev/null || sysctl -n hw.ncpu)}"
+    export OMP_NUM_THREADS=1 ;;
+  *) refuse "no grid '$GRID'; should be paper, ablation, demo, proxy or status" ;;
 esac
 : "${SEEDS:=1}" "${NPROC:=$((GPUS > 0 ? GPUS : 1))}" "${JOBS:=1}" "${OUT:=out/$GRID}" "${RETRIES:=1}" "${DRY_RUN:=0}" "${WATCH:=0}"
 for name in NPROC JOBS STEPS RETRIES; do
@@ -100,7 +105,7 @@ each_should LRS 'numbers above 0, such as 1e-1' '[0-9]*[1-9][0-9]*[.]?[0-9]*([eE
 [ -z "${LAMS-}" ] || each_should LAMS 'numbers, such as 1e-4' '([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?'
 each_should SEEDS 'whole numbers' '0|[1-9][0-9]{0,9}'
 case $OUT in -*) OUT=./$OUT ;; esac
-[ -d "$DATA" ] || [ "$DRY_RUN" != 0 ] || [ "$GRID $DATA" = 'demo data/stdlib' ] || refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
+[ -d "$DATA" ] || [ "$DRY_RUN" != 0 ] || [ "$GRID $DATA" = 'demo data/stdlib' ] || [ "$GRID $DATA" = 'proxy data/stdlib_bpe' ] || refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
 export STEPS DATA OUT NPROC JOBS RETRIES
 
 # The plan: seven fields a run, each ended by a NUL, so that nothing in them is taken for code.
@@ -127,6 +132,8 @@ command_of() {
   COMMAND+=(train.py --method="$4" --lr="$5" --size="$2" --lam="$6" --seed="$7" --steps="$STEPS" --data="$DATA" --out="$OUT/$1")
   [ "$3" = tied ] && COMMAND+=(--weight_tying)
   [ "$GRID" = demo ] && COMMAND+=(--batch_size=8 --block_size=128 --logits_dtype=bfloat16 --device=cpu --threads=1 --eval_every=0)
+  [ "$GRID" = proxy ] && COMMAND+=(--n_layer=1 --n_embd=8 --n_head=1 --batch_size=4 --block_size=16 --logits_dtype=bfloat16
+                                   --device=cpu --threads=1 --compile --eval_every=0 --log_every=200)
   return 0
 }
 
@@ -174,6 +181,9 @@ fi
 
 if [ "$GRID" = demo ] && [ "$DATA" = data/stdlib ]; then
   python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out="$DATA" || exit
+fi
+if [ "$GRID $DATA" = 'proxy data/stdlib_bpe' ]; then
+  python prepare_fineweb.py --source=stdlib --tokenizer=bpe --val_tokens=1e6 --out="$DATA" || exit
 fi
 export NAMES=$(plan | tr '\0' '\n' | awk 'NR % 7 == 1')
 export TOTAL=$(($(wc -w <<<"$NAMES"))) BEGIN=$(date +%s) ALREADY=$(count_finished)
