@@ -36,7 +36,7 @@ COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype
 REQUIRED = ('method', 'size', 'weight_tying', 'lr', 'test_loss')
 TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity', 'part')
 KEY = ('method', 'size', 'weight_tying', 'lam', 'lr', 'seed')
-LRS_COLUMNS = 'size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high'.split()
+LRS_COLUMNS = 'size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high best_lr best_loss largest_lr largest_lr_loss excess excess_low excess_high'.split()
 DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0')
 LIMITS = {  # what a number in a csv should be
     'weight_tying': ('0 or 1', lambda x: x in (0, 1)), 'diverged': ('0 or 1', lambda x: x in (0, 1)),
@@ -468,9 +468,10 @@ def main(argv=None):
         missing += lines
         if not settings:
             missing.append('no table of hyper-parameters: there are no settings of the runs (settings.json)')
+        excess = [tables.excess_table(rows, of_lrs)] if of_lrs else []
         largest = {(r['size'], r['weight_tying']): r['lr'] for r in sorted(rows, key=lambda r: r['lr'])}
         at_largest = tables.run_table([r for r in rows if r['lr'] == largest[r['size'], r['weight_tying']]], 'At the largest learning rate')
-        shown = [*tables.lrs_tables(of_lrs), *tables.ranking_tables(of_lrs), *tables.sensitivity_tables(of_lrs), *overhead, at_largest,
+        shown = [*tables.lrs_tables(of_lrs), *tables.ranking_tables(of_lrs), *tables.sensitivity_tables(of_lrs), *overhead, *excess, at_largest,
                  *([tables.hyperparameter_table(settings)] if settings else []), tables.methods_table()]
         everything = [*shown, tables.run_table(rows)]
         write_atomic(os.path.join(out, 'tables.md'), lambda file: file.write('\n\n'.join(tables.text(t, tables.MARKDOWN) for t in everything) + '\n'), mode='w')

@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import NullFormatter, NullLocator  # noqa: E402
 
-from tables import capped_loss, default_lam, name, readable, sizes, variant, variants  # noqa: E402
+from tables import capped_loss, default_lam, name, offset, readable, sizes, variant, variants  # noqa: E402
 
 COLORS = {'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
           'mu_loss': '#FF9500', 'mu_centering': '#00B945',  # the paper's
@@ -262,12 +262,15 @@ def training_curves(rows, path):
 
 
 def drift(rows, curve_rows, path):
-    """‖μ‖ and |logit mean| against the sum of the learning rates so far: each run's end a point, its way there (curves.csv) a line."""
-    rows = readable(rows)
-    columns = [c for c in ('mu_norm', 'logit_mean') if any(drawable(r[c]) for r in rows)]
+    """
+    ‖μ‖, |logit mean| and the rms of a position's mean logit against the sum of the learning rates so far: each run's end a
+    point, its way there (curves.csv) a line.
+    """
+    rows, curve_rows = ([{**r, 'offset': offset(r)} for r in readable(part)] for part in (rows, curve_rows))
+    columns = [c for c in ('mu_norm', 'logit_mean', 'offset') if any(drawable(r[c]) for r in rows)]
     figure, axes = plt.subplots(1, len(columns), figsize=(3.7 * len(columns), 3.6), squeeze=False)
     runs, ends = {}, {}
-    for r in readable(curve_rows):
+    for r in curve_rows:
         runs.setdefault((variant(r), r['size'], r['lr'], r['seed']), []).append(r)
     for r in rows:
         ends.setdefault((variant(r), r['size'], bool(r['diverged'])), []).append(r)
@@ -282,7 +285,7 @@ def drift(rows, curve_rows, path):
         ax.set_yscale('symlog', linthresh=0.1)
         ax.set_ylim(bottom=-0.01)
         ax.set(xscale='log', xlim=(min(r['lr_sum'] for r in rows if r['lr_sum']) / 30, None), xlabel=r'sum of learning rates $\sum_t \eta_t$',
-               ylabel=SYMBOLS[column] if column == 'mu_norm' else r'|logit mean| $|\bar{l}|$')
+               ylabel={'mu_norm': SYMBOLS['mu_norm'], 'logit_mean': r'|logit mean| $|\bar{l}|$', 'offset': 'rms mean logit of a position'}[column])
     legend(figure, rows)
     save(figure, path)
 

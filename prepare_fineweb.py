@@ -121,13 +121,20 @@ def learn_bpe(texts, vocab_size, path):
     Learns byte pairs (GPT-2's splitting of the text, Sennrich et al. 2016) from the first 64 million characters of the texts
     and writes them to `path`. Token 0 is the end of text, then the 256 bytes, then the merges.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    total = itertools.accumulate(texts, lambda total, text: (total[0] + len(total[1]), text), initial=(0, ''))
-    texts = (text for before, text in itertools.takewhile(lambda pair: pair[0] < 64e6, total))
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def first(characters):
+        for text in texts:
+            yield text
+            characters -= len(text)
+            if characters <= 0:
+                return
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=['<|endoftext|>'], show_progress=False,
-                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(first(64_000_000), trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=['<|endoftext|>'], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     write_atomic(path, lambda file: file.write(tokenizer.to_str()), mode='w')
 
 
@@ -136,16 +143,16 @@ def bpe(path):
     """The tokenizer that learn_bpe wrote; exits with 2 where the file is not one."""
     from tokenizers import Tokenizer
     try:
-        return Tokenizer.from_file(path)
+        tokenizer = Tokenizer.from_file(path)
     except Exception as error:
         die(f'{path}: not a tokenizer ({str(error)[:100]}); choose another --out')
+    tokenizer.encode_special_tokens = True  # an end-of-text that a text spells out is text
+    return tokenizer
 
 
 def encode_bpe(path, text):
-    """text -> tokens (n,) uint16: 0, then the byte pairs, without looking for an end-of-text in the text."""
-    pieces = text.encode('utf-8', 'replace').decode().split('<|endoftext|>')
-    ids = [bpe(path).encode(piece).ids for piece in pieces]
-    return np.array([0] + list(itertools.chain.from_iterable(ids)), np.uint16)
+    """text -> tokens (n,) uint16: 0, then the byte pairs."""
+    return np.array([0] + bpe(path).encode(text.encode('utf-8', 'replace').decode()).ids, np.uint16)
 
 
 def encode_all(texts, encode, workers):

@@ -13,11 +13,13 @@
 #   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo, proxy: the cores)
 #   OUT     folder of the runs (default out/<grid>)                      DATA     folder of the shards
 #   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, for this folder; run nothing
+#   LOGITS_DTYPE=float32  without the rounding of the logits to bf16 (default: as --dtype; demo, proxy: bfloat16); give it its own OUT
 #   WATCH=1 refresh the report, results/<sweep>/report.html, after each finished run (it is always written at the end)
 # Several sweeps may work on one OUT, from one machine or many: a run's folder is locked while it runs, and the others take the next.
 set -uf  # a * in a variable is no file name
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 export LC_ALL=C
+cores() { env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu; }  # nproc takes OMP_NUM_THREADS for them
 refuse() { printf 'error: %s\n' "${1//$'\n'/ }" >&2; exit 2; }
 [ $# -le 1 ] || refuse "one grid at a time, not '$*'"
 
@@ -74,11 +76,13 @@ case $GRID in
     : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}"
     [ "${LAMS:-}" ] || ALSO=1e-1  # of z_loss and mu_loss, beside the default
     : "${SIZES:=tiny}" "${LRS:=1e-2 1e-1 3e-1}" "${TYING:=untied}" "${STEPS:=1000}" "${DATA:=data/stdlib}" "${NPROC:=1}"
-    : "${JOBS:=$(nproc 2>/dev/null || sysctl -n hw.ncpu)}"
+    : "${JOBS:=$(cores)}"
+    : "${LOGITS_DTYPE:=bfloat16}"
     export OMP_NUM_THREADS=1 ;;
   proxy)  # few tokens a step, each rare, and a narrow model: what makes the drift fast (README, What we measured)
     : "${METHODS:=baseline z_loss mu_loss mu_centering}" "${SIZES:=tiny}" "${LRS:=1e-2 3e-2 1e-1 3e-1}" "${SEEDS:=1 2 3}"
-    : "${TYING:=untied}" "${STEPS:=32000}" "${DATA:=data/stdlib_bpe}" "${NPROC:=1}" "${JOBS:=$(nproc 2>/dev/null || sysctl -n hw.ncpu)}"
+    : "${TYING:=untied}" "${STEPS:=32000}" "${DATA:=data/stdlib_bpe}" "${NPROC:=1}" "${JOBS:=$(cores)}"
+    : "${LOGITS_DTYPE:=bfloat16}"
     export OMP_NUM_THREADS=1 ;;
   *) refuse "no grid '$GRID'; should be paper, ablation, demo, proxy or status" ;;
 esac
@@ -103,10 +107,11 @@ one_of SIZES "$(sed -n "s/^    '\(.*\)': dict(n_layer.*/\1/p" model.py)"
 one_of TYING 'untied tied'
 each_should LRS 'numbers above 0, such as 1e-1' '[0-9]*[1-9][0-9]*[.]?[0-9]*([eE][-+]?[0-9]+)?|[0-9]*[.][0-9]*[1-9][0-9]*([eE][-+]?[0-9]+)?'
 [ -z "${LAMS-}" ] || each_should LAMS 'numbers, such as 1e-4' '([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?'
+[ -z "${LOGITS_DTYPE:=}" ] || one_of LOGITS_DTYPE 'bfloat16 float32'
 each_should SEEDS 'whole numbers' '0|[1-9][0-9]{0,9}'
 case $OUT in -*) OUT=./$OUT ;; esac
 [ -d "$DATA" ] || [ "$DRY_RUN" != 0 ] || [ "$GRID $DATA" = 'demo data/stdlib' ] || [ "$GRID $DATA" = 'proxy data/stdlib_bpe' ] || refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
-export STEPS DATA OUT NPROC JOBS RETRIES
+export LOGITS_DTYPE STEPS DATA OUT NPROC JOBS RETRIES
 
 # The plan: seven fields a run, each ended by a NUL, so that nothing in them is taken for code.
 plan() {
@@ -131,8 +136,9 @@ command_of() {
   [ "$NPROC" -gt 1 ] && COMMAND=(torchrun --standalone --nproc_per_node="$NPROC")
   COMMAND+=(train.py --method="$4" --lr="$5" --size="$2" --lam="$6" --seed="$7" --steps="$STEPS" --data="$DATA" --out="$OUT/$1")
   [ "$3" = tied ] && COMMAND+=(--weight_tying)
-  [ "$GRID" = demo ] && COMMAND+=(--batch_size=8 --block_size=128 --logits_dtype=bfloat16 --device=cpu --threads=1 --eval_every=0)
-  [ "$GRID" = proxy ] && COMMAND+=(--n_layer=1 --n_embd=8 --n_head=1 --batch_size=4 --block_size=16 --logits_dtype=bfloat16
+  [ "$LOGITS_DTYPE" ] && COMMAND+=(--logits_dtype="$LOGITS_DTYPE")
+  [ "$GRID" = demo ] && COMMAND+=(--batch_size=8 --block_size=128 --device=cpu --threads=1 --eval_every=0)
+  [ "$GRID" = proxy ] && COMMAND+=(--n_layer=1 --n_embd=8 --n_head=1 --batch_size=4 --block_size=16
                                    --device=cpu --threads=1 --compile --eval_every=0 --log_every=200)
   return 0
 }

@@ -62,6 +62,12 @@ def tyings(rows):
 # learning rate sensitivity
 
 
+def offset(row):
+    """The root mean square over positions of their mean logit, what bf16 rounds; None where the row does not say."""
+    mean, spread = row.get('logit_mean'), row.get('logit_mean_spread')
+    return None if mean is None or spread is None else math.hypot(mean, spread)
+
+
 def capped_loss(row):
     """What LRS counts: the test loss, but no more than the loss at initialisation, which stands for one that is not finite."""
     L, L0 = row['test_loss'], math.inf if row['init_loss'] is None else row['init_loss']
@@ -88,7 +94,10 @@ def bootstrap(values):
 
 
 def lrs_rows(rows):
-    """Rows of lrs.csv, one a (size, tying, method, λ): the mean over its seeds, and with several an interval; and what has none."""
+    """
+    Rows of lrs.csv, one a (size, tying, method, λ): the mean over its seeds, and with several an interval; and what has none.
+    `excess` is the loss at the largest learning rate minus the lowest of the same seed: its mean, lowest and highest over the seeds.
+    """
     groups, table, missing = {}, [], []
     for r in rows:
         groups.setdefault((r['size'], int(r['weight_tying']), r['method'], r['lam']), {}).setdefault(r['seed'], []).append(r)
@@ -107,10 +116,16 @@ def lrs_rows(rows):
             missing.append(f'no LRS of {name(method, lam)} {size}: {error}')
             continue
         low, high = bootstrap(values[:, 0]) if len(seeds) > 1 else (None, None)
+        by_lr = {lr: [capped_loss(r) for seed in seeds.values() for r in seed if r['lr'] == lr] for lr in sorted(learning_rates)}
+        best, largest = min(by_lr, key=lambda lr: sum(by_lr[lr])), max(by_lr)
+        excess = [max(seed, key=lambda r: r['lr']) for seed in seeds.values()]
+        excess = [capped_loss(r) - min(map(capped_loss, seed)) for r, seed in zip(excess, seeds.values())]
         marks = {r['diverged'] for r in runs}
         table.append({'size': size, 'weight_tying': tying, 'method': method, 'lam': lam, 'lrs': values[:, 0].mean(), 'lrs_n1': values[:, 1].mean(),
                       'n_lrs': len(learning_rates), 'diverged': 1 if 1 in marks else None if None in marks else 0, 'seeds': len(seeds), 'lrs_low': low,
-                      'lrs_high': high, 'n_params': runs[0]['n_params']})
+                      'lrs_high': high, 'best_lr': best, 'best_loss': sum(by_lr[best]) / len(seeds), 'largest_lr': largest,
+                      'largest_lr_loss': sum(by_lr[largest]) / len(seeds), 'excess': sum(excess) / len(seeds), 'excess_low': min(excess),
+                      'excess_high': max(excess), 'n_params': runs[0]['n_params']})
     return table, missing
 
 
@@ -215,6 +230,25 @@ def overhead_tables(rows):
                                                 f' Machine: {", ".join(dict.fromkeys(r["device"] for r in part))}; runs that shared it disturb each other.'),
                            'rows': lines})
     return tables, missing or ([] if tables else ['no table of ΔT: there are no times of a baseline and of another method at one size'])
+
+
+def excess_table(rows, table):
+    """Where each method ends at its largest learning rate, from the runs and rows of lrs.csv; statistics are means over the seeds."""
+    shown = {'mu_norm': '‖μ‖', 'logit_mean': 'logit mean', 'offset': 'its rms', 'logit_absmax': 'max |logit|', 'lr_sum': 'Σ lr'}
+    lines = []
+    for r in sorted(table, key=lambda r: (r['weight_tying'], sizes(table).index(r['size']), variants(table).index(variant(r)))):
+        runs = [{**run, 'offset': offset(run)} for run in rows if run['lr'] == r['largest_lr'] and all(run[k] == r[k] for k in ('size', 'weight_tying', 'method', 'lam'))]
+        means = {c: sum(run[c] for run in runs) / len(runs) if all(run[c] is not None for run in runs) else None for c in shown}
+        spread = f' [{r["excess_low"]:.3f}, {r["excess_high"]:.3f}]' if r['seeds'] > 1 else ''
+        lines.append([name(r['method'], r['lam']), r['size'], 'yes' if r['weight_tying'] else 'no', f'{r["best_loss"]:.3f} ({r["best_lr"]:g})',
+                      f'{r["largest_lr_loss"]:.3f} ({r["largest_lr"]:g})', f'{r["excess"]:.3f}{spread}',
+                      *('' if v is None else f'{v:.3g}' for v in means.values())])
+    return {'title': 'From the best to the largest learning rate', 'where': 'Section 4, Figures 2 and 4',
+            'header': ['method', 'size', 'tied', 'best loss (lr)', 'at the largest lr', 'excess', *shown.values()], 'rows': lines,
+            'says': 'How much worse the test loss is at the largest learning rate than at the best one'
+                    + (' (mean, lowest and highest over the seeds)' if any(r['seeds'] > 1 for r in table) else '')
+                    + ', and mean embedding and logits at the largest. The rms is that of the mean logit of a position: large where mean logits of '
+                      'either sign average out.'}
 
 
 def ranking_tables(table):

@@ -124,6 +124,24 @@ def test_lrs_of_several_seeds_is_their_mean_and_leaves_out_what_is_not_finished(
     assert found['lrs_low'] == pytest.approx(0.1) and found['lrs_high'] == pytest.approx(0.2) and 'seed 3 of baseline 16M (1 of 2' in missing[0]
 
 
+def test_excess_is_the_loss_at_the_largest_learning_rate_over_the_best_of_the_same_seed():
+    rng = np.random.RandomState(0)
+    for _ in range(20):
+        losses = 3 + rng.rand(3, 4)  # seeds x learning rates
+        losses[0, 3] = math.nan     # counts as its loss at initialisation
+        statistics = {'mu_norm': 2.0, 'logit_mean': 3.0, 'logit_mean_spread': 4.0}
+        rows = analyze.complete([row(lr=lr, loss=losses[seed, i], seed=seed, init_loss=9, **statistics) for i, lr in enumerate((0.01, 0.3, 0.03, 1)) for seed in range(3)])
+        losses[0, 3] = 9
+        found, = tables.lrs_rows(rows)[0]
+        excess = losses[:, 3] - losses.min(axis=1)
+        assert [found[k] for k in ('excess', 'excess_low', 'excess_high')] == pytest.approx([excess.mean(), excess.min(), excess.max()])
+        best = losses.mean(axis=0).argmin()
+        assert (found['best_lr'], found['largest_lr']) == ((0.01, 0.3, 0.03, 1)[best], 1)
+        assert found['best_loss'] == pytest.approx(losses[:, best].mean()) and found['largest_lr_loss'] == pytest.approx(losses[:, 3].mean())
+    line, = tables.excess_table(rows, [found])['rows']
+    assert line[5] == f'{excess.mean():.3f} [{excess.min():.3f}, {excess.max():.3f}]' and line[6:9] == ['2', '3', '5']  # 3-4-5: mean, spread, rms
+
+
 def test_hyperparameters_stand_beside_the_papers():
     settings = {'beta1': [0.9], 'batch_size': [64], 'block_size': [128], 'weight_tying': [True, False], 'steps': [100, 200]}
     lines = {line[0]: line[1:] for line in tables.hyperparameter_table(settings)['rows']}

@@ -732,6 +732,7 @@ BAD = [  # program, its flags, what the line must name
         ('--source=web', '--source', 'stdlib'), ('--sorce=stdlib', 'did you mean --source'), ('--source=local', '--files'),
         ('--source=local --files=', '--files'), ('--source=stdlib --files=x', '--files'),
         ('--source=stdlib --name=x', '--name'), ('--source=pretokenized --tokenizer=bytes', '--tokenizer'), ('--tokenizer=gpt3', '--tokenizer'),
+        ('--source=stdlib --vocab_size=1024', '--tokenizer=bpe'), ('--tokenizer=bpe --vocab_size=256', '--vocab_size'),
         ('--tokens=0', '--tokens'), ('--tokens=many', '--tokens'),
         ('--val_tokens=3e9', '--val_tokens'), ('--shard_tokens=3e9', '--shard_tokens'), ('--shard_tokens=-1', '--shard_tokens'),
         ('--workers=0', '--workers'), ('--workers=1e9', '--workers'))),

@@ -150,6 +150,39 @@ def test_prepare_local_files(tmp_path, ending):
     assert np.array_equal(tokens, expected) and json.load(open(out / 'meta.json'))['documents'] == 40
 
 
+def test_prepare_byte_pairs(tmp_path, monkeypatch):
+    """Shards decode to the text, odd characters and an end-of-text written out included, and a stopped command goes on with its tokenizer."""
+    from tokenizers import Tokenizer
+    texts = [f'def f{i}(x):\n    return "gr\u00fc\u00dfe \u4f60 <|endoftext|> \x00" * x  # twice\n' for i in range(60)]
+    for i, text in enumerate(texts):
+        (tmp_path / f'{i:02d}.txt').write_text(text, encoding='utf-8')
+    flags = ['--source=local', f'--files={tmp_path}/*.txt', '--tokenizer=bpe', '--vocab_size=300', '--val_tokens=100', '--shard_tokens=500']
+    python('prepare_fineweb.py', *flags, f'--out={tmp_path}/whole', '--workers=2')
+    tokens = np.concatenate((tokens_of(tmp_path / 'whole', 'val'), tokens_of(tmp_path / 'whole', 'train')))
+    tokenizer = Tokenizer.from_file(str(tmp_path / 'whole' / 'tokenizer.json'))
+    starts = np.flatnonzero(tokens == 0)
+    assert [tokenizer.decode(part[1:].tolist(), skip_special_tokens=False) for part in np.split(tokens, starts[1:])] == texts
+    assert 256 < tokens.max() < 300 == data.vocabulary(str(tmp_path / 'whole'))
+    assert len(tokens) < 0.75 * sum(len(text.encode()) for text in texts)  # pairs: fewer tokens than bytes
+
+    real = prepare_fineweb.write_shard
+
+    def dying(path, part):
+        if 'train_000001' in path:
+            raise KeyboardInterrupt
+        real(path, part)
+    out = tmp_path / 'stopped'
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_fineweb, 'write_shard', dying)
+        prepare_fineweb.main([*flags, f'--out={out}', '--workers=1'])
+    (out / 'tokenizer.json').rename(tmp_path / 'away')
+    assert 'tokenizer.json' in python('prepare_fineweb.py', *flags, f'--out={out}', check=2).stderr.splitlines()[-1]
+    (tmp_path / 'away').rename(out / 'tokenizer.json')
+    prepare_fineweb.main([*flags, f'--out={out}', '--workers=1'])
+    assert np.array_equal(tokens_of(out, 'train'), tokens_of(tmp_path / 'whole', 'train'))
+    assert 'vocab_size' in python('prepare_fineweb.py', *flags, '--vocab_size=400', f'--out={out}', check=2).stderr
+
+
 def test_prepare_gpt2_tokens_or_one_line_that_says_what_to_do(tmp_path):
     (tmp_path / 'a.txt').write_text('Output embeddings drift. ' * 40)
     flags = ('--source=local', f'--files={tmp_path}/*.txt', f'--out={tmp_path}/out', '--val_tokens=50')
@@ -438,6 +471,13 @@ def test_dry_run_prints_the_papers_grids():
     for line in sweep('demo', DRY_RUN='1', METHODS=' '.join((*METHODS, 'max_z_loss+mu_centering'))).stdout.splitlines():
         args = settings_py.parser().parse_args(line.split()[2:])  # every method, with its own λ where it has one
         assert args.out == 'out/demo/' + settings_py.run_name(vars(args)) and args.lam in (LAM.get(head_mode(args.method), 1e-4), 1e-1)
+    for grid in 'demo', 'proxy':
+        lines = sweep(grid, DRY_RUN='1', OMP_NUM_THREADS='1').stdout.splitlines()
+        args = settings_py.parser().parse_args(lines[-1].split()[2:])
+        assert args.device == 'cpu' and args.logits_dtype == 'bfloat16' and args.data == {'demo': 'data/stdlib', 'proxy': 'data/stdlib_bpe'}[grid]
+    assert len(lines) == 4 * 4 * 3 and (args.n_embd, args.batch_size * args.block_size, args.steps) == (8, 64, 32000)
+    plain = sweep('paper', DRY_RUN='1', LOGITS_DTYPE='float32', METHODS='baseline').stdout.splitlines()
+    assert len(plain) == 7 * 5 * 2 and all('--logits_dtype=float32' in line for line in plain) and not any('--logits_dtype' in line for line in paper)
     odd = sweep('demo', DRY_RUN='1', OUT='a b$(touch x)', METHODS='baseline', LRS='1e-2').stdout
     assert odd.count('\n') == 1 and r'a\ b\$\(touch\ x\)' in odd and not os.path.exists(os.path.join(HERE, 'x'))
 
