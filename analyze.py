@@ -17,6 +17,7 @@ import math
 import os
 import re
 import zipfile
+from dataclasses import replace
 from urllib.parse import quote
 
 import jinja2
@@ -26,12 +27,12 @@ import data
 import plots
 import tables
 from common import die, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
-from model import GPT, LAM, METHODS, SIZES, GPTConfig, gpt_config, head_mode, n_chunks
+from model import GPT, LAM, METHODS, SIZES, GPTConfig, gpt_config, head_mode, head_stats, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
 
 COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype init_loss test_loss diverged diverged_step mu_norm '
-           'logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log lr_sum train_seconds '
+           'logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss lr_sum train_seconds '
            'tokens_per_second device').split()
 REQUIRED = ('method', 'size', 'weight_tying', 'lr', 'test_loss')
 TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity', 'part')
@@ -44,6 +45,7 @@ LIMITS = {  # what a number in a csv should be
     'seed': ('a whole number', lambda x: math.isfinite(x) and x == int(x)), 'steps': ('a number above 0', lambda x: 0 < x < 1e30),
     'n_params': ('a number above 0', lambda x: 0 < x < 1e30), 'init_loss': ('a number above 0', lambda x: 0 < x < math.inf)}
 DISTRIBUTED = ('logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log', 'r_emb', 'fact_3', 'fact_3_premise')
+SCALARS = ('logit_mean_spread', 'logit_max', 'mu_norm', 'rounding_loss')
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 PUBLISHED_INIT_LOSS = {'16M': 10.83, '29M': 10.83, '57M': 10.83, '109M': 10.83, '221M': 10.85}  # where a csv has none
 
@@ -86,6 +88,18 @@ def statistics(model, windows):
     return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(), 'fact_3': (~premise | (values['r_log'] < 1)).float()}
 
 
+@torch.no_grad()
+def rounding_loss(model, windows):
+    """What rounding h, E and the logits to logits_dtype costs: the loss over `windows` (n, T + 1) in nats with it, minus that of the same model in fp32."""
+    total = torch.zeros((), dtype=torch.float64)
+    for window in windows.split(max(1, 16384 // model.config.block_size)):
+        window = window.to(model.E.device)
+        h, targets = model.hidden(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
+        for sign, config in (1, model.config), (-1, replace(model.config, logits_dtype='float32')):
+            total += sign * head_stats(h, model.E, targets, config, with_stats=False)[0].cpu().double()
+    return total.item() / windows[:, 1:].numel()
+
+
 def summary(values):
     """DISTRIBUTION of a tensor of values as a dict: mean, extrema, quartiles, the share below 1 and above 0."""
     v = values.double()
@@ -107,7 +121,7 @@ def analyze_run(folder):
     kept, path = os.path.join(folder, 'analysis.json'), os.path.join(folder, 'model.pt')
     found = read_json(kept) if os.path.exists(kept) and not (os.path.exists(path) and os.path.getmtime(kept) < os.path.getmtime(path)) else {}
     if not all(isinstance(found.get(name), dict) and set(found[name]) == set(DISTRIBUTION) for name in DISTRIBUTED) or not all(
-            isinstance(found.get(name), (int, float)) for name in ('logit_mean_spread', 'logit_max', 'mu_norm')):
+            isinstance(found.get(name), (int, float)) for name in SCALARS):
         try:
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip():  # torch does not look at the checksums
@@ -127,10 +141,11 @@ def analyze_run(folder):
         values = statistics(model.to(device), windows)
         found = {**{name: summary(v) for name, v in values.items()},
                  'logit_mean_spread': values['logit_mean'].double().std(correction=0).item(),
-                 'logit_max': values['logit_absmax'].max().item(), 'mu_norm': model.E.detach().mean(dim=0).norm().item()}
+                 'logit_max': values['logit_absmax'].max().item(), 'mu_norm': model.E.detach().mean(dim=0).norm().item(),
+                 'rounding_loss': rounding_loss(model, windows)}
         write_json(kept, found)
     distributions = {name: value for name, value in found.items() if isinstance(value, dict)}
-    row.update({name: found[name] for name in ('logit_mean_spread', 'logit_max', 'mu_norm')})
+    row.update({name: found[name] for name in SCALARS})
     row.update({name: distributions[name]['mean'] for name in distributions if name in COLUMNS})
     return row, distributions
 

@@ -851,6 +851,27 @@ def test_statistics_are_their_definitions(method):
     assert stats['logit_mean_squared'] / n == pytest.approx(found['logit_mean'].square().mean().item(), rel=1e-4)
 
 
+def test_rounding_costs_where_the_mean_embedding_is_far_out_and_centering_takes_that_away():
+    """rounding_loss is the difference of two cross entropies of the same weights; a shift of all e_i changes only the rounded one (Fact 2)."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        gpt = GPT(GPTConfig(n_layer=1, n_embd=16, n_head=2, vocab_size=96, block_size=8, dtype='float32', logits_dtype='bfloat16'))
+        windows = torch.randint(96, (40, 9))
+        with torch.no_grad():
+            gpt.E.add_(60 * torch.randn(16))
+            h, E, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), gpt.E.detach().clone(), windows[:, 1:].flatten()
+            rounded = (h.bfloat16().float() @ E.bfloat16().float().T).bfloat16()
+            expected = F.cross_entropy(rounded.double(), targets) - F.cross_entropy(h.double() @ E.double().T, targets)
+            shifted = analyze.rounding_loss(gpt, windows)
+            # fp32 sums of logits of some 1000 on the one side: 1000 2^-24 each
+            assert shifted == pytest.approx(expected.item(), abs=1e-4)
+            gpt.E.sub_(gpt.E.mean(dim=0))
+            centered = analyze.rounding_loss(gpt, windows)
+            assert shifted > 0.05 and abs(centered) < 0.01
+            gpt.config.logits_dtype = 'float32'
+            assert analyze.rounding_loss(gpt, windows) == 0
+
+
 def test_lrs_is_the_papers_in_both_normalisations():
     """Published losses of baseline and mu-centering at 16M, without weight tying, and the paper's table."""
     for losses, mean, n1 in (([3.961, 3.881, 3.850, 3.841, 3.857, 4.269, 5.065], 0.262, 0.306),
