@@ -142,6 +142,31 @@ def test_excess_is_the_loss_at_the_largest_learning_rate_over_the_best_of_the_sa
     assert line[5] == f'{excess.mean():.3f} [{excess.min():.3f}, {excess.max():.3f}]' and line[6:9] == ['2', '3', '5']  # 3-4-5: mean, spread, rms
 
 
+def test_readme_says_what_the_published_csv_say():
+    """Each number of README's table, the paper's half and ours, is the mean over the seeds of rows of the csv that it names."""
+    here = os.path.join(HERE, 'results', 'published_here')
+    lines = open(os.path.join(HERE, 'README.md'), encoding='utf-8').read().split('## What we measured')[1].split('\n\n')[2].splitlines()[2:]
+    assert len(lines) == 7
+    names = {'baseline': 'baseline', **{v: k for k, v in tables.NAMES.items()}}
+    theirs, ours = (analyze.from_csv(os.path.join(here, file))[0] for file in ('authors_16M.csv', 'proxy/results.csv'))
+    for line in lines:
+        cells = [c.strip().replace(',', '', 1) if re.match(r'[\d-]', c.strip()) else c.strip() for c in line.strip('|').split('|')]
+        for rows, (label, *shown) in (theirs, cells[:5]), (ours, cells[6:]):
+            method, lr = label.split(', lr ')
+            part = [r for r in rows if r['method'] == names[method] and r['lr'] == float(lr)]
+            def mean(f): return sum(map(f, part)) / len(part)
+            second = (lambda r: r['logit_mean']) if rows is theirs else tables.offset
+            values = [mean(lambda r: r['lr_sum']), mean(lambda r: r['mu_norm']), mean(second), mean(lambda r: r['test_loss'])]
+            values += [mean(lambda r: r['rounding_loss'])] if rows is ours else []
+            for text, value in zip(shown, values, strict=True):
+                digits = len(text.split('.')[1]) if '.' in text and 'e' not in text else 0
+                expected = 0.5 * 10 ** (int(text.split('e')[1])) if 'e' in text else 0.5 * 10.0 ** -digits
+                assert abs(float(text) - value) <= expected * 1.001, (line, text, value)  # half a unit of the last digit that is shown
+    kept = analyze.read_csv(os.path.join(here, 'proxy', 'lrs.csv'), None, ())
+    for old, new in zip(kept, tables.lrs_rows(ours)[0], strict=True):
+        assert all(old[k] == pytest.approx(new[k]) for k in ('lrs', 'excess', 'excess_low', 'excess_high', 'best_lr'))
+
+
 def test_hyperparameters_stand_beside_the_papers():
     settings = {'beta1': [0.9], 'batch_size': [64], 'block_size': [128], 'weight_tying': [True, False], 'steps': [100, 200]}
     lines = {line[0]: line[1:] for line in tables.hyperparameter_table(settings)['rows']}
