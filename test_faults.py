@@ -1174,14 +1174,14 @@ SWEEP_BAD = [  # a variable and what it has, what the line must name
     ('SEEDS', '../x', 'whole'), ('SEEDS', '1.5', 'whole'), ('STEPS', 'many', 'whole number'), ('STEPS', '0', 'at least 1'),
     ('STEPS', '1e5', 'whole number'), ('JOBS', '0', 'at least 1'), ('JOBS', '08', 'JOBS'),
     ('JOBS', 'a[$(touch pwned)]', 'JOBS'), ('JOBS', '99999999999999999999', 'JOBS'), ('NPROC', '-1', 'NPROC'), ('RETRIES', 'often', 'RETRIES'),
-    ('DATA', '/nowhere', '/nowhere')]
+    ('LOGITS_DTYPE', 'float8', 'bfloat16 float32'), ('DATA', '/nowhere', '/nowhere')]
 
 
 def test_bad_variables_of_a_sweep_are_one_line(sweep, tmp_path):
     for name, value, named in SWEEP_BAD:
         _, error = end(sweep(**{name: value}), 2)
         assert error.startswith('error: ' + name) and named in error and error.count('\n') == 1, error
-    for grid, named in (('grid', 'paper, ablation, demo or status'), ('demo demo', 'one grid'), ('status', 'no sweep')):
+    for grid, named in (('grid', 'paper, ablation, demo, proxy or status'), ('demo demo', 'one grid'), ('status', 'no sweep')):
         _, error = end(sweep(grid), 2)
         assert error.startswith('error: ') and named in error and error.count('\n') == 1, error
     assert not (tmp_path / 'out').exists() and not (tmp_path / 'started').exists() and not os.path.exists(os.path.join(HERE, 'pwned'))
