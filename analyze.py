@@ -37,7 +37,8 @@ COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype
 REQUIRED = ('method', 'size', 'weight_tying', 'lr', 'test_loss')
 TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity', 'part')
 KEY = ('method', 'size', 'weight_tying', 'lam', 'lr', 'seed')
-LRS_COLUMNS = 'size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high best_lr best_loss largest_lr largest_lr_loss excess excess_low excess_high'.split()
+LRS_COLUMNS = ('size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high best_lr best_loss largest_lr largest_lr_loss '
+               'excess excess_low excess_high').split()
 DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0')
 LIMITS = {  # what a number in a csv should be
     'weight_tying': ('0 or 1', lambda x: x in (0, 1)), 'diverged': ('0 or 1', lambda x: x in (0, 1)),

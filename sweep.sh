@@ -64,7 +64,7 @@ export GRID=${1:-paper}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 export DEVICES=${CUDA_VISIBLE_DEVICES-$([ "$gpus" -gt 0 ] && seq -s, 0 $((gpus - 1)))}
 export GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
-ALSO=
+ALSO= OWN_DATA= TOKENIZER=
 case $GRID in
   paper)
     : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}" "${SIZES:=16M 29M 57M 109M 221M}"
@@ -78,11 +78,13 @@ case $GRID in
     : "${SIZES:=tiny}" "${LRS:=1e-2 1e-1 3e-1}" "${TYING:=untied}" "${STEPS:=1000}" "${DATA:=data/stdlib}" "${NPROC:=1}"
     : "${JOBS:=$(cores)}"
     : "${LOGITS_DTYPE:=bfloat16}"
+    OWN_DATA=data/stdlib TOKENIZER=bytes
     export OMP_NUM_THREADS=1 ;;
   proxy)  # few tokens a step, each rare, and a narrow model: what makes the drift fast (README, What we measured)
     : "${METHODS:=baseline z_loss mu_loss mu_centering}" "${SIZES:=tiny}" "${LRS:=1e-2 3e-2 1e-1 3e-1}" "${SEEDS:=1 2 3}"
     : "${TYING:=untied}" "${STEPS:=32000}" "${DATA:=data/stdlib_bpe}" "${NPROC:=1}" "${JOBS:=$(cores)}"
     : "${LOGITS_DTYPE:=bfloat16}"
+    OWN_DATA=data/stdlib_bpe TOKENIZER='bpe --val_tokens=1e6'
     export OMP_NUM_THREADS=1 ;;
   *) refuse "no grid '$GRID'; should be paper, ablation, demo, proxy or status" ;;
 esac
@@ -110,7 +112,7 @@ each_should LRS 'numbers above 0, such as 1e-1' '[0-9]*[1-9][0-9]*[.]?[0-9]*([eE
 [ -z "${LOGITS_DTYPE:=}" ] || one_of LOGITS_DTYPE 'bfloat16 float32'
 each_should SEEDS 'whole numbers' '0|[1-9][0-9]{0,9}'
 case $OUT in -*) OUT=./$OUT ;; esac
-[ -d "$DATA" ] || [ "$DRY_RUN" != 0 ] || [ "$GRID $DATA" = 'demo data/stdlib' ] || [ "$GRID $DATA" = 'proxy data/stdlib_bpe' ] || refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
+[ -d "$DATA" ] || [ "$DRY_RUN" != 0 ] || [ "$DATA" = "$OWN_DATA" ] || refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
 export LOGITS_DTYPE STEPS DATA OUT NPROC JOBS RETRIES
 
 # The plan: seven fields a run, each ended by a NUL, so that nothing in them is taken for code.
@@ -185,11 +187,8 @@ if [ "$DRY_RUN" != 0 ]; then
   exit
 fi
 
-if [ "$GRID" = demo ] && [ "$DATA" = data/stdlib ]; then
-  python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out="$DATA" || exit
-fi
-if [ "$GRID $DATA" = 'proxy data/stdlib_bpe' ]; then
-  python prepare_fineweb.py --source=stdlib --tokenizer=bpe --val_tokens=1e6 --out="$DATA" || exit
+if [ "$DATA" = "$OWN_DATA" ]; then
+  python prepare_fineweb.py --source=stdlib --tokenizer=$TOKENIZER --out="$DATA" || exit
 fi
 export NAMES=$(plan | tr '\0' '\n' | awk 'NR % 7 == 1')
 export TOTAL=$(($(wc -w <<<"$NAMES"))) BEGIN=$(date +%s) ALREADY=$(count_finished)

@@ -234,10 +234,12 @@ def overhead_tables(rows):
 
 def excess_table(rows, table):
     """Where each method ends at its largest learning rate, from the runs and rows of lrs.csv; statistics are means over the seeds."""
-    shown = {'mu_norm': '‖μ‖', 'logit_mean': 'logit mean', 'offset': 'its rms', 'logit_absmax': 'max |logit|', 'rounding_loss': 'of rounding', 'lr_sum': 'Σ lr'}
+    shown = {'mu_norm': '‖μ‖', 'logit_mean': 'logit mean', 'offset': 'its rms', 'logit_absmax': 'max |logit|',
+             'rounding_loss': 'of rounding', 'lr_sum': 'Σ lr'}
     lines = []
     for r in sorted(table, key=lambda r: (r['weight_tying'], sizes(table).index(r['size']), variants(table).index(variant(r)))):
-        runs = [{**run, 'offset': offset(run)} for run in rows if run['lr'] == r['largest_lr'] and all(run[k] == r[k] for k in ('size', 'weight_tying', 'method', 'lam'))]
+        runs = [{**run, 'offset': offset(run)} for run in rows
+                if run['lr'] == r['largest_lr'] and all(run[k] == r[k] for k in ('size', 'weight_tying', 'method', 'lam'))]
         means = {c: sum(run[c] for run in runs) / len(runs) if all(run.get(c) is not None for run in runs) else None for c in shown}
         spread = f' [{r["excess_low"]:.3f}, {r["excess_high"]:.3f}]' if r['seeds'] > 1 else ''
         lines.append([name(r['method'], r['lam']), r['size'], 'yes' if r['weight_tying'] else 'no', f'{r["best_loss"]:.3f} ({r["best_lr"]:g})',

@@ -130,7 +130,8 @@ def test_excess_is_the_loss_at_the_largest_learning_rate_over_the_best_of_the_sa
         losses = 3 + rng.rand(3, 4)  # seeds x learning rates
         losses[0, 3] = math.nan     # counts as its loss at initialisation
         statistics = {'mu_norm': 2.0, 'logit_mean': 3.0, 'logit_mean_spread': 4.0}
-        rows = analyze.complete([row(lr=lr, loss=losses[seed, i], seed=seed, init_loss=9, **statistics) for i, lr in enumerate((0.01, 0.3, 0.03, 1)) for seed in range(3)])
+        rows = analyze.complete([row(lr=lr, loss=losses[seed, i], seed=seed, init_loss=9, **statistics)
+                                 for i, lr in enumerate((0.01, 0.3, 0.03, 1)) for seed in range(3)])
         losses[0, 3] = 9
         found, = tables.lrs_rows(rows)[0]
         excess = losses[:, 3] - losses.min(axis=1)
