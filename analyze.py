@@ -91,7 +91,10 @@ def statistics(model, windows):
 
 @torch.no_grad()
 def rounding_loss(model, windows):
-    """What rounding h, E and the logits to logits_dtype costs: the loss over `windows` (n, T + 1) in nats with it, minus that of the same model in fp32."""
+    """
+    What rounding h, E and the logits to logits_dtype costs: the loss in nats over `windows` (n, T + 1) with it, minus that of
+    the same weights with logits in fp32.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for window in windows.split(max(1, 16384 // model.config.block_size)):
         window = window.to(model.E.device)
