@@ -1,267 +1,336 @@
 """
-From run folders, or from a csv of runs, to statistics, tables, figures and a report that opens in a browser.
+From run folders, or from a csv of runs, to statistics, tables, figures and a report for the browser.
 
-    python analyze.py out/demo                            # reads checkpoints, writes results/demo/
-    python analyze.py --results=results.csv --out=DIR     # tables and figures of any such csv, no checkpoints needed
-    python analyze.py --theory                            # the paper's figures that need no runs, into results/theory/
+    python analyze.py out/demo                          # reads models and logs, writes results/demo/
+    python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
+    python analyze.py --theory                          # the paper's figures that need no runs
 
-Tables and figures are made from the csv rows alone, so the first two give the same.
+It says first which runs are done, running, failed and waiting. Tables and figures are made from the csv files
+alone, so the first two give the same.
 """
 import argparse
 import base64
-import csv
+import fcntl
 import functools
-import io
 import json
 import math
 import os
 import re
-import zipfile
+from collections import Counter
 from dataclasses import replace
 from urllib.parse import quote
 
 import jinja2
+import numpy as np
+import pandas as pd
 import torch
+from markupsafe import Markup
 
 import data
 import plots
 import tables
-from common import die, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
-from model import GPT, LAM, METHODS, SIZES, GPTConfig, gpt_config, head_mode, head_stats, n_chunks
+from checkpoint import load_checkpoint
+from common import UserError, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
+from model import GPT, METHODS, SIZES, GPTConfig, base_method, gpt_config, head_stats, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
-
-COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype init_loss test_loss diverged diverged_step mu_norm '
-           'logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss lr_sum train_seconds '
-           'tokens_per_second device').split()
-REQUIRED = ('method', 'size', 'weight_tying', 'lr', 'test_loss')
-TEXT = ('method', 'size', 'logits_dtype', 'device', 'quantity', 'part')
-KEY = ('method', 'size', 'weight_tying', 'lam', 'lr', 'seed')
-LRS_COLUMNS = ('size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high best_lr best_loss largest_lr largest_lr_loss '
-               'excess excess_low excess_high').split()
-DISTRIBUTION = ('mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0')
-LIMITS = {  # what a number in a csv should be
-    'weight_tying': ('0 or 1', lambda x: x in (0, 1)), 'diverged': ('0 or 1', lambda x: x in (0, 1)),
-    'lr': ('above 0', lambda x: 1e-40 < x < 1e40), 'lam': ('0 or above', lambda x: 0 <= x < 1e30),
-    'seed': ('a whole number', lambda x: math.isfinite(x) and x == int(x)), 'steps': ('a number above 0', lambda x: 0 < x < 1e30),
-    'n_params': ('a number above 0', lambda x: 0 < x < 1e30), 'init_loss': ('a number above 0', lambda x: 0 < x < math.inf)}
-DISTRIBUTED = ('logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log', 'r_emb', 'fact_3', 'fact_3_premise')
-SCALARS = ('logit_mean_spread', 'logit_max', 'mu_norm', 'rounding_loss')
+WINDOWS = 20         # a run is cut into so many windows to see whether it diverged,
+WINDOW_POINTS = 20   # each with at least so many log lines
+MARGIN = 0.5         # nats that a window's median loss may be above that of an earlier one
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
-PUBLISHED_INIT_LOSS = {'16M': 10.83, '29M': 10.83, '57M': 10.83, '109M': 10.83, '221M': 10.85}  # where a csv has none
+PUBLISHED_INIT_LOSS = {'16M': 10.83, '29M': 10.83, '57M': 10.83, '109M': 10.83, '221M': 10.85}
 
+COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype init_loss test_loss '
+           'diverged diverged_step mu_norm logit_mean logit_mean_spread logit_std logit_absmax logit_max '
+           'cos_mu_h r_emb r_cos r_log rounding_loss lr_sum train_seconds tokens_per_second device').split()
+REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
+KEY = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed']
+SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
+DISTRIBUTIONS = [*KEY, 'diverged', 'quantity', *SUMMARY]
+CURVES = [*KEY, *('diverged part step loss reg grad_norm mu_norm logit_mean logit_mean_spread logit_std '
+                  'logit_absmax logit_max tokens_per_second mfu elapsed lr_step lr_sum').split()]
+TEXT = ['method', 'size', 'logits_dtype', 'device', 'quantity', 'part']
+SHOULD = {  # what the numbers of a column should be: in words, and as a test
+    **dict.fromkeys(('weight_tying', 'diverged'), ('0 or 1', lambda x: x.isin([0, 1]))),
+    **dict.fromkeys(('n_params', 'steps'), ('a number above 0', lambda x: (x > 0) & (x < 1e30))),
+    'init_loss': ('a number above 0', lambda x: (x > 0) & (x < math.inf)),
+    'lr': ('a number above 0', lambda x: (x > 1e-40) & (x < 1e40)),
+    'lam': ('a number from 0', lambda x: (x >= 0) & (x < 1e30)),
+    'seed': ('a whole number', lambda x: x % 1 == 0)}
 
-# ----------------------------------------------------------------------------------------------------------------------
-# checkpoints -> statistics
+# -------------------- a model -> statistics
 
 
 @torch.no_grad()
 def statistics(model, windows):
     """
-    The paper's quantities (Section 3) over the positions of `windows` (n, T + 1), in fp32, never holding positions x V.
-
-    Returns a dict name -> values: per position logit_mean, logit_std, logit_absmax (of the capped logits where the model
-    caps them), cos_mu_h, r_cos, r_log (Eq. 11, of l_i = e_i . h); per token r_emb; fact_3, 1 for the positions at which
-    the premise of Fact 3 does not hold or its conclusion does, and fact_3_premise.
+    The paper's quantities (Section 3) over the positions of `windows` (n, T + 1), in fp32, never holding
+    positions x V: a dict name -> values. Per position logit_mean, logit_std, logit_absmax (of soft_capping's
+    capped logits), cos_mu_h, r_cos, r_log (Eq. 11, of l_i = e_i . h), fact_3_premise (the premise of Fact 3
+    holds) and fact_3 (it does not, or the conclusion holds as well); per token r_emb.
     """
-    c = model.config
-    E = model.E.float()
-    mu = E.mean(dim=0)
-    tiny = torch.finfo(torch.float32).tiny
+    config, E = model.config, model.E.float()
+    mu, tiny = E.mean(dim=0), torch.finfo(torch.float32).tiny
     norm, norm_star, norm_mu = E.norm(dim=1), (E - mu).norm(dim=1), mu.norm()
     r_emb = norm_star / norm.clamp_min(tiny)
-    columns = []
-    for window in windows.split(max(1, 16384 // c.block_size)):
+    names = ('logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log')
+    chunks = []
+    for window in windows.split(max(1, 16384 // config.block_size)):
         h_all = model.hidden(window[:, :-1].to(E.device)).flatten(0, 1).float()
-        for h in h_all.chunk(4 * n_chunks(h_all, E)):  # a dozen tensors of n x V here, where the head has two
-            l = h @ E.T
-            l_mu = h @ mu
-            norm_h = h.norm(dim=1).clamp_min(tiny)
-            l_star = l - l_mu[:, None]
-            largest, largest_star = l.abs().amax(dim=1).clamp_min(tiny), l_star.abs().amax(dim=1)
-            r_cos = (l_star.abs() / norm_star.clamp_min(tiny)).amax(dim=1) / (l.abs() / norm.clamp_min(tiny)).amax(dim=1).clamp_min(tiny)
-            if c.head_mode == 'soft_capping':
-                l = c.cap * torch.tanh(l / c.cap)
-            columns.append(torch.stack([l.mean(dim=1), l.std(dim=1, correction=0), l.abs().amax(dim=1),
-                                        l_mu / (norm_h * norm_mu.clamp_min(tiny)), r_cos, largest_star / largest]))
-    values = dict(zip(('logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log'), torch.cat(columns, dim=1).cpu()))
+        for h in h_all.chunk(4 * n_chunks(h_all, E)):  # here are a dozen tensors of n x V, there two
+            logits, mu_h = h @ E.T, h @ mu
+            star = logits - mu_h[:, None]  # e*_i . h
+            largest_cos = (logits.abs() / norm.clamp_min(tiny)).amax(dim=1).clamp_min(tiny)
+            r_cos = (star.abs() / norm_star.clamp_min(tiny)).amax(dim=1) / largest_cos
+            r_log = star.abs().amax(dim=1) / logits.abs().amax(dim=1).clamp_min(tiny)
+            cos_mu_h = mu_h / (h.norm(dim=1).clamp_min(tiny) * norm_mu.clamp_min(tiny))
+            if config.method == 'soft_capping':
+                logits = config.cap * torch.tanh(logits / config.cap)
+            mean, std, absmax = logits.mean(dim=1), logits.std(dim=1, correction=0), logits.abs().amax(dim=1)
+            chunks.append(torch.stack([mean, std, absmax, cos_mu_h, r_cos, r_log]))
+    values = dict(zip(names, torch.cat(chunks, dim=1).cpu(), strict=True))
     premise = (values['r_cos'] < 1) & bool((r_emb < 1).all())
-    return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(), 'fact_3': (~premise | (values['r_log'] < 1)).float()}
+    return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(),
+            'fact_3': (~premise | (values['r_log'] < 1)).float()}
 
 
 @torch.no_grad()
 def rounding_loss(model, windows):
     """
-    What rounding h, E and the logits to logits_dtype costs: the loss in nats over `windows` (n, T + 1) with it, minus that of
-    the same weights with logits in fp32.
+    What rounding h, E and the logits to logits_dtype costs over `windows` (n, T + 1): the loss with it, in
+    nats, minus that of the same weights with fp32 logits.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    exact, total = replace(model.config, logits_dtype='float32'), 0.0
     for window in windows.split(max(1, 16384 // model.config.block_size)):
         window = window.to(model.E.device)
         h, targets = model.hidden(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
-        for sign, config in (1, model.config), (-1, replace(model.config, logits_dtype='float32')):
-            total += sign * head_stats(h, model.E, targets, config, with_stats=False)[0].cpu().double()
-    return total.item() / windows[:, 1:].numel()
+        for sign, config in (1, model.config), (-1, exact):
+            total += sign * head_stats(h, model.E, targets, config, with_stats=False)['loss'].item()
+    return total / windows[:, 1:].numel()
 
 
 def summary(values):
-    """DISTRIBUTION of a tensor of values as a dict: mean, extrema, quartiles, the share below 1 and above 0."""
+    """A tensor's mean, extrema, quartiles and shares (the keys of SUMMARY), NaN if a value is not finite."""
     v = values.double()
     if not bool(torch.isfinite(v).all()):
-        return dict.fromkeys(DISTRIBUTION, math.nan)
-    q = v.sort().values[((len(v) - 1) * torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])).round().long()]
-    return {'mean': v.mean().item(), **dict(zip(('min', 'q25', 'median', 'q75', 'max'), q.tolist())),
-            'below_1': (v < 1).double().mean().item(), 'above_0': (v > 0).double().mean().item()}
+        return dict.fromkeys(SUMMARY, math.nan)
+    quartiles = v.sort().values[((len(v) - 1) * torch.linspace(0, 1, 5, dtype=torch.float64)).round().long()]
+    shares = (v < 1).double().mean(), (v > 0).double().mean()
+    return dict(zip(SUMMARY, [v.mean().item(), *quartiles.tolist(), *map(float, shares)], strict=True))
 
 
 def analyze_run(folder):
     """
-    One finished run -> (row of results.csv, its distributions as a dict name -> summary). The statistics are kept in the
-    run's analysis.json, so that a growing sweep is not computed again.
+    The statistics of a finished run's model, a dict name -> number or summary. They are kept in its
+    analysis.json, so that a growing sweep is not computed again.
     """
-    row = {**dict.fromkeys(COLUMNS), **read_json(os.path.join(folder, 'result.json'))}
-    for column in COLUMNS:
-        cell(f'{folder}/result.json', column, '' if row[column] is None else str(row[column]), REQUIRED)
     kept, path = os.path.join(folder, 'analysis.json'), os.path.join(folder, 'model.pt')
-    found = read_json(kept) if os.path.exists(kept) and not (os.path.exists(path) and os.path.getmtime(kept) < os.path.getmtime(path)) else {}
-    if not all(isinstance(found.get(name), dict) and set(found[name]) == set(DISTRIBUTION) for name in DISTRIBUTED) or not all(
-            isinstance(found.get(name), (int, float)) for name in SCALARS):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                if archive.testzip():  # torch does not look at the checksums
-                    raise ValueError(f'{archive.testzip()} is damaged')
-            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-            s = checkpoint['config']
-            model = GPT(gpt_config(s))
-            model.load_state_dict(checkpoint['model'])
-        except Exception as error:
-            die(f'{path}: not a model of this project ({" ".join(str(error).split())[:150] or type(error).__name__})')
-        if s['dtype'] == 'float64':
-            model.double()
-        shards = data.load_shards(s['data'], 'val')
-        n = min(max(1, POSITIONS // s['block_size']), int(data.count_windows(shards, s['block_size']).sum()))
-        windows = torch.from_numpy(data.read_windows(shards, s['block_size'], torch.arange(n).numpy(), s['vocab_size']))
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
-        values = statistics(model.to(device), windows)
-        found = {**{name: summary(v) for name, v in values.items()},
-                 'logit_mean_spread': values['logit_mean'].double().std(correction=0).item(),
-                 'logit_max': values['logit_absmax'].max().item(), 'mu_norm': model.E.detach().mean(dim=0).norm().item(),
-                 'rounding_loss': rounding_loss(model, windows)}
-        write_json(kept, found)
-    distributions = {name: value for name, value in found.items() if isinstance(value, dict)}
-    row.update({name: found[name] for name in SCALARS})
-    row.update({name: distributions[name]['mean'] for name in distributions if name in COLUMNS})
-    return row, distributions
+    changed = os.path.getmtime(path) if os.path.exists(path) else 0
+    if os.path.exists(kept) and os.path.getmtime(kept) >= changed:
+        found = read_json(kept)
+        if found.get('columns') == [*SUMMARY, *COLUMNS]:  # else an older version has written it
+            return found['statistics']
+    checkpoint = load_checkpoint(path, ('model', 'config'), 'train this run again')
+    try:
+        settings = checkpoint['config']
+        model = GPT(gpt_config(settings)).to(getattr(torch, settings['dtype'].replace('bfloat16', 'float32')))
+        model.load_state_dict(checkpoint['model'])
+        where, block_size, vocab_size = settings['data'], settings['block_size'], settings['vocab_size']
+    except Exception as error:  # of any kind, since the file may hold anything
+        raise UserError(f'{path}: not a model of this project ({str(error)[:150]})') from error
+    shards = data.load_shards(where, 'val')
+    n = min(max(1, POSITIONS // block_size), int(data.count_windows(shards, block_size).sum()))
+    windows = torch.from_numpy(data.read_windows(shards, block_size, np.arange(n), vocab_size))
+    values = statistics(model.to('cuda' if torch.cuda.is_available() else 'cpu'), windows)
+    found = {name: summary(v) for name, v in values.items()}
+    found['logit_mean_spread'] = values['logit_mean'].double().std(correction=0).item()
+    found['logit_max'] = values['logit_absmax'].max().item()
+    found['mu_norm'] = model.E.detach().mean(dim=0).norm().item()
+    found['rounding_loss'] = rounding_loss(model, windows)
+    write_json(kept, {'columns': [*SUMMARY, *COLUMNS], 'statistics': found})
+    return found
 
 
-def read_log(path):
-    """The entries of a run's log.jsonl as dicts; lines that are none (a disk that was full), or of something else than numbers, are passed over."""
+# -------------------- run folders: their states and logs
+
+
+def run_states(folders):
+    """The runs in or right below `folders`, and those a sweep has planned there -> a dict folder -> state."""
+    states = {}
+    for folder in map(os.path.normpath, folders):
+        if not os.path.isdir(folder):
+            raise UserError(f'{folder}: no such folder; give run folders or a sweep such as out/demo')
+        planned = [os.path.join(folder, name) for name in read_lines(os.path.join(folder, 'logs', 'plan'))]
+        below = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+        begun = [path for path in (folder, *below) if os.path.exists(os.path.join(path, 'config.json'))]
+        states.update((path, run_state(path)) for path in (*planned, *begun))
+    return states
+
+
+def run_state(path):
+    """'done', 'running' (a process holds its lock), 'failed' (its sweep says so) or 'waiting'."""
+    if os.path.exists(os.path.join(path, 'result.json')):
+        return 'done'
+    if os.path.exists(os.path.join(path, '.lock')):
+        with open(os.path.join(path, '.lock')) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return 'running'
+    return 'failed' if os.path.exists(sweep_log(path, '.failed')) else 'waiting'
+
+
+def sweep_log(path, ending):
+    return os.path.join(os.path.dirname(path), 'logs', os.path.basename(path) + ending)
+
+
+def print_states(states):
+    """How many runs are in which state, how far each running one is, and which have failed."""
+    count = Counter(states.values())
+    order = ('done', 'running', 'failed', 'waiting')
+    print(f'{len(states)} runs: ' + ', '.join(f'{count[state]} {state}' for state in order), flush=True)
+    for path, state in states.items():
+        if state == 'running':
+            config = os.path.join(path, 'config.json')
+            steps = read_json(config).get('steps') if os.path.exists(config) else '?'
+            print(f'  running: {path}, step {max([e["step"] for e in read_log(path)], default=0)} of {steps}')
+        elif state == 'failed':
+            print(f'  failed: {path}, see {sweep_log(path, ".log")}')
+
+
+def read_lines(path):
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding='utf-8', errors='replace') as file:
+        return file.read().splitlines()
+
+
+def read_log(folder):
+    """The lines of a run's log as dicts of numbers; a line that is none, such as half a line, is left out."""
     entries = []
-    if os.path.exists(path):
-        with open(path, encoding='utf-8', errors='replace') as file:
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                    entry['step'] + sum(v for v in entry.values() if v is not None) + (entry['lr'] if 'loss' in entry else 0)
-                    entries.append(entry)
-                except (ValueError, TypeError, KeyError, AttributeError):
-                    pass
+    for line in read_lines(os.path.join(folder, 'log.jsonl')):
+        try:
+            entry = json.loads(line)
+            needed = entry['step'], entry['lr'] if 'loss' in entry else 0
+            sum(needed) + sum(value for value in entry.values() if value is not None)
+            entries.append(entry)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            pass
     return entries
 
 
 def training_curve(entries):
     """
-    The log lines of a run's training, at most CURVE_POINTS of them, their lr as lr_step (lr is the run's), and with lr_sum,
-    the sum of the learning rates so far, taken as linear between log lines.
+    The training lines of a log, at most CURVE_POINTS of them, as a DataFrame: the learning rate as lr_step,
+    and lr_sum, the sum of the learning rates so far, taken as linear between log lines.
     """
-    lines, lr_sum, step, lr = [e for e in entries if 'loss' in e], 0.0, 0, None
-    for e in lines:
-        e['lr_step'] = e.pop('lr')
-        lr_sum += (e['step'] - step) * (e['lr_step'] if lr is None else (e['lr_step'] + lr) / 2)
-        e['lr_sum'], step, lr = lr_sum, e['step'], e['lr_step']
-    every = -(-len(lines) // CURVE_POINTS) or 1
-    return lines[::-1][::every][::-1]  # the last is always there
+    curve = pd.DataFrame([e for e in entries if 'loss' in e]).rename(columns={'lr': 'lr_step'})
+    if curve.empty:
+        return curve
+    mean_lr = (curve.lr_step + curve.lr_step.shift(fill_value=curve.lr_step[0])) / 2
+    curve['lr_sum'] = (curve.step.diff().fillna(curve.step[0]) * mean_lr).cumsum()
+    return curve[::-1][::math.ceil(len(curve) / CURVE_POINTS)][::-1]  # the last line is always there
 
 
-def find_runs(folders):
-    """The run folders (those with a config.json) among `folders` and right below them -> (finished, unfinished)."""
-    found = []
-    for folder in folders:
-        if not os.path.isdir(folder):
-            die(f'{folder}: no such folder; give run folders or a sweep such as out/demo')
-        candidates = [folder] + sorted(os.path.join(folder, name) for name in os.listdir(folder))
-        found += [f for f in candidates if os.path.exists(os.path.join(f, 'config.json'))]
-    done = [f for f in found if os.path.exists(os.path.join(f, 'result.json'))]
-    return done, [f for f in found if f not in done]
+def diverged(steps, losses, n_steps, warmup):
+    """
+    Whether a run of n_steps diverged, from the steps (n,) and training losses (n,) in its log: a loss is not
+    finite, or the median loss of a window of 5% of the steps is more than MARGIN above the lowest such median
+    before it, counting the windows that begin after warm-up.
+
+    Returns (1, the step of that loss or the first step of that window), (0, None), or (None, None) if a
+    window has fewer than WINDOW_POINTS log lines.
+    """
+    steps, losses = np.array(steps, int), np.array(losses, float)
+    if not np.isfinite(losses).all():
+        return 1, int(steps[~np.isfinite(losses)].min())
+    window = (steps - 1) * WINDOWS // n_steps
+    if np.bincount(window, minlength=WINDOWS).min() < WINDOW_POINTS:
+        return None, None
+    lowest = math.inf
+    for i in range(WINDOWS):
+        first_step, median = math.ceil(i * n_steps / WINDOWS) + 1, np.median(losses[window == i])
+        if first_step > warmup:
+            if median > lowest + MARGIN:
+                return 1, first_step
+            lowest = min(lowest, median)
+    return 0, None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# csv files
+# -------------------- csv files
 
 
-def write_csv(path, columns, rows):
-    """Writes rows (dicts) under `columns`, atomically; None and what a row lacks is left empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(columns)
-    writer.writerows([['' if row.get(c) is None else row[c] for c in columns] for row in rows])
-    write_atomic(path, lambda file: file.write(text.getvalue()), mode='w')
+def write_csv(path, rows):
+    """Writes a DataFrame: whole numbers without a point, unknown ones empty, but a test loss as nan."""
+    def show(x):
+        return int(x) if isinstance(x, float) and x.is_integer() and abs(x) < 2**53 else x
+    cells = pd.DataFrame({column: [show(x) for x in rows[column]] for column in rows}, dtype=object)
+    if 'test_loss' in cells:
+        cells['test_loss'] = cells.test_loss.fillna('nan')
+    write_atomic(path, lambda file: cells.to_csv(file, index=False, lineterminator='\n'), mode='w')
 
 
-def cell(where, column, value, required=()):
-    """The value of a csv's cell: text in the columns TEXT, a number elsewhere, None where it is empty. Exits with 2 where it is none of these."""
-    if not value:
+def parse(cells, required):
+    """
+    A DataFrame of texts, whose index says where they are from -> texts in the columns TEXT, numbers in the
+    others, NaN if empty. Raises UserError with the place and column of the first cell that is not right.
+    """
+    parsed = {}
+    for column, words in cells.items():
+        words = words.str.strip()
+        if column in TEXT:
+            values, wanted = words, 'at most 200 printable characters'
+            good = words.map(str.isprintable).astype(bool) & (words.str.len() <= 200)
+        else:
+            words = words.str.lower().replace({'true': '1', 'false': '0'})
+            values = pd.to_numeric(words, errors='coerce')
+            wanted, holds = SHOULD.get(column, ('a number', lambda x: x.notna()))
+            good = holds(values) | (words == '') | (words == 'nan') & (column not in SHOULD)
         if column in required:
-            die(f'{where}: {column} is empty')
-        return None
-    if column in TEXT:
-        if not value.isprintable():
-            die(f'{where}: {column} has characters that cannot be printed')
-        return value
-    if column in ('weight_tying', 'diverged'):
-        value = {'true': '1', 'false': '0'}.get(value.lower(), value)
-    wanted, holds = LIMITS.get(column, ('', lambda x: True))
-    try:
-        number = float(value.replace('_', 'no number'))
-    except ValueError:
-        die(f'{where}: {column} should be a number, is {value!r}')
-    if not holds(number):
-        die(f'{where}: {column} should be {wanted}, is {value!r}')
-    return number
+            good &= words != ''
+        if not good.all():
+            where = good.idxmin()
+            raise UserError(f'{where}: {column} should be {wanted}, is {words[where][:80]!r}')
+        parsed[column] = values
+    return pd.DataFrame(parsed)
 
 
-def read_csv(path, columns=None, required=()):
-    """
-    The rows of a csv as dicts with `columns` (all that it has if None): text in the columns TEXT and numbers elsewhere,
-    None where there is nothing. Exits with 2 where a required column or value is missing, or a number is none.
-    """
+def read_csv(path, columns, required):
+    """These columns of a csv, parsed; one that it lacks is empty. Raises UserError if it is no such csv."""
     try:
         with open(path, encoding='utf-8-sig', newline='') as file:
-            reader = csv.DictReader(file)
-            lines, found = list(reader), reader.fieldnames or []
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        die(f'{path}: not readable as csv ({error})')
-    missing = [c for c in required if c not in found]
+            # the first line is read like the others, so that none may have more cells
+            names, *lines = pd.read_csv(file, header=None, dtype=str, keep_default_na=False).values.tolist()
+    except (OSError, ValueError) as error:
+        raise UserError(f'{path}: not readable as csv ({error})') from error
+    names = [name.strip() for name in names]
+    missing = [column for column in required if column not in names]
     if missing:
-        die(f'{path}: no column {", ".join(missing)}; the first line should name the columns, separated by commas')
-    if not lines:
-        die(f'{path}: it has no runs, only a first line')
-    if len(set(found)) < len(found):
-        die(f'{path}: a column stands there twice')
-    columns = found if columns is None else columns
-    rows = []
-    for n, line in enumerate(lines, 2):
-        row = dict.fromkeys(columns)
-        if None in line:
-            die(f'{path} line {n}: more cells than the first line has columns')
-        for column in columns:
-            row[column] = cell(f'{path} line {n}', column, (line.get(column) or '').strip(), required)
-        rows.append(row)
-    return rows
+        raise UserError(f'{path}: no column {", ".join(missing)}; the first line should name the columns, '
+                        'separated by commas')
+    if len(set(names)) < len(names):
+        raise UserError(f'{path}: a column is there twice')
+    cells = pd.DataFrame(lines, [f'{path} line {n}' for n, _ in enumerate(lines, 2)], names, dtype=str)
+    return parse(cells.reindex(columns=columns, fill_value=''), required)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# csv rows -> tables, figures, report
+def complete(runs, source):
+    """
+    Fills in what follows from method, size and schedule, and orders the rows as the paper does. Raises
+    UserError, naming the source, if two are of the same run.
+    """
+    base, published = runs.method.map(base_method), runs['size'].map(PUBLISHED_INIT_LOSS)
+    default_lam = base.map(METHODS).astype(float)
+    runs['lam'] = runs.lam.fillna(default_lam).where(default_lam.notna() | ~base.isin(METHODS))
+    runs['init_loss'] = runs.init_loss.fillna(published)
+    runs['n_params'] = runs.n_params.fillna(runs['size'][published.notna()].map(n_params))
+    # by default a warm-up over 5% of the steps, then a cosine to 1e-5
+    runs['lr_sum'] = runs.lr_sum.fillna(runs.steps * (0.05 * runs.lr + 0.95 * (runs.lr + 1e-5)) / 2)
+    runs.loc[runs.diverged.isna() & ~np.isfinite(runs.test_loss), 'diverged'] = 1
+    for _, twice in runs[runs.duplicated(KEY)].iterrows():
+        raise UserError(f'{source}: the same run is there twice: ' + ', '.join(f'{k}={twice[k]}' for k in KEY)
+                        + '; several seeds need a seed column, other differences another file or folder')
+    return tables.in_paper_order(tables.derive(runs))
 
 
 @functools.cache
@@ -271,241 +340,231 @@ def n_params(size):
         return GPT(GPTConfig(**SIZES[size])).n_params()
 
 
-def paper_order(row):
-    """Sorts rows as the paper does: by tying, size, method, λ, learning rate, seed."""
-    order = {name: i for i, name in enumerate((*SIZES, *METHODS))}
-    return (row['weight_tying'], order.get(row['size'], 99), row['size'], order.get(row['method'], 99), row['method'], row['lam'] or 0, row['lr'],
-            row['seed'] or 0)
+def read_results(folders):
+    """The result.json of finished runs as rows of results.csv, and their folders in a column `folder`."""
+    cells, where = [], [os.path.join(folder, 'result.json') for folder in folders]
+    for path in where:
+        result = read_json(path)
+        cells.append(['' if result.get(column) is None else str(result[column]) for column in COLUMNS])
+    runs = parse(pd.DataFrame(cells, where, COLUMNS, dtype=str), REQUIRED)
+    return complete(runs.assign(folder=folders), 'the runs')
 
 
-def complete(rows, source='the runs'):
-    """Fills in what follows from the size and the schedule, orders the rows as the paper does, and refuses two rows of the same run."""
-    for r in rows:
-        if head_mode(r['method']) in METHODS:  # an empty λ is the method's default, and a method without one has none
-            default = LAM.get(head_mode(r['method']))
-            r['lam'] = None if default is None else default if r['lam'] is None else r['lam']
-        if r['diverged'] is None and not math.isfinite(r['test_loss']):
-            r['diverged'] = 1
-        r['init_loss'] = PUBLISHED_INIT_LOSS.get(r['size']) if r['init_loss'] is None else r['init_loss']
-        if r['n_params'] is None and r['size'] in PUBLISHED_INIT_LOSS:
-            r['n_params'] = n_params(r['size'])
-        if r['lr_sum'] is None and r['steps']:  # that of the default schedule: a warm-up over 5% of the steps, then a cosine to 1e-5
-            r['lr_sum'] = r['steps'] * (0.05 * r['lr'] + 0.95 * (r['lr'] + 1e-5)) / 2
-    rows.sort(key=paper_order)
-    for a, b in zip(rows, rows[1:]):
-        if all(a[k] == b[k] for k in KEY):
-            die(f'{source}: the same run stands there twice: ' + ', '.join(f'{k}={a[k]}' for k in KEY)
-                + '; several seeds need a seed column, other differences a file or folder of their own')
-    return rows
-
-
-def from_folders(done):
-    """Finished run folders -> rows of results.csv, distributions.csv and curves.csv, and the runs' settings: name -> list of its values."""
-    rows, distributions, curves, settings = [], [], [], {}
-    for i, folder in enumerate(done, 1):
-        print(f'[{i}/{len(done)}] {folder}', flush=True)
-        row, of_run = analyze_run(folder)
-        identity = {k: row[k] for k in (*KEY, 'diverged')}
-        rows.append({**row, 'folder': folder})
-        distributions += [{**identity, 'quantity': name, **of_run[name]} for name in of_run]
+def write_csvs(runs, out):
+    """The runs of read_results -> results.csv, distributions.csv, curves.csv and settings.json in `out`."""
+    rows, distributions, curves, settings = runs.to_dict('records'), [], [], {}
+    for i, row in enumerate(rows, 1):
+        folder = row['folder']
+        print(f'[{i}/{len(runs)}] {folder}', flush=True)
+        found, log = analyze_run(folder), read_log(folder)
         config = read_json(os.path.join(folder, 'config.json'))
-        rescued = config.get('init_from')
-        log, before = read_log(os.path.join(folder, 'log.jsonl')), []
-        start = log[0]['step'] if rescued and log else 0
-        if start:  # what the other run went through before
-            other = rescued if os.path.isdir(rescued) else os.path.dirname(rescued)
-            before = [entry for entry in read_log(os.path.join(other, 'log.jsonl')) if entry['step'] <= start]
+        for name, value in found.items():
+            if name in COLUMNS:
+                row[name] = value['mean'] if isinstance(value, dict) else value
+        if math.isfinite(row['test_loss']):  # else a loss or gradient was not finite, and training says when
+            train = [e for e in log if 'loss' in e]
+            row['diverged'], row['diverged_step'] = diverged(
+                [e['step'] for e in train], [e['loss'] for e in train], config['steps'], config['warmup'])
+
+        # with --init_from the curve begins with what the other run went through before
+        start = log[0]['step'] if config.get('init_from') and log else 0
+        other = config['init_from'] if start else ''
+        other = other if os.path.isdir(other) else os.path.dirname(other)
+        before = [e for e in read_log(other) if e['step'] <= start] if start else []
         curve = training_curve(before + log)
-        if before and curve:
-            rows[-1]['lr_sum'] = curve[-1]['lr_sum']  # the other run's learning rates were those that it had
-        curves += [{**identity, 'part': 'before' if entry['step'] <= start else 'rescue' if start else None, **entry} for entry in curve]
+        own = {column: row[column] for column in (*KEY, 'diverged')}
+        if len(curve):
+            part = np.where(curve.step <= start, 'before', 'rescue') if start else ''
+            curves.append(curve.assign(**own, part=part))
+        if before:
+            row['lr_sum'] = curve.lr_sum.iloc[-1]
+
+        distributions += [{**own, 'quantity': name, **v} for name, v in found.items() if isinstance(v, dict)]
         for key, value in config.items():
             value = ', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value
             if key != 'out' and value not in settings.setdefault(key, []):
                 settings[key].append(value)
-    return complete(rows), sorted(distributions, key=paper_order), sorted(curves, key=paper_order), settings
+    curves = pd.concat(curves) if curves else pd.DataFrame()
+    curves = curves.reindex(columns=list(dict.fromkeys([*CURVES, *curves])))
+    files = {'results': pd.DataFrame(rows)[COLUMNS], 'curves': curves,
+             'distributions': pd.DataFrame(distributions, columns=DISTRIBUTIONS)}
+    for name, part in files.items():
+        write_csv(os.path.join(out, f'{name}.csv'), part)
+    write_json(os.path.join(out, 'settings.json'), settings)
 
 
 def from_csv(path):
-    """A csv of runs -> the same; beside a results.csv of analyze.py's its distributions.csv, curves.csv and settings.json are read too."""
+    """
+    A csv of runs -> (runs, distributions, curves, settings): DataFrames, and a dict name -> list of values.
+    All but the first are empty unless the csv is called results.csv and has the other files beside it.
+    """
     def beside(name):
         other = os.path.join(os.path.dirname(path), name)
         return other if os.path.basename(path) == 'results.csv' and os.path.exists(other) else None
-    rows = complete(read_csv(path, COLUMNS, REQUIRED), path)
-    distributions, curves = (read_csv(beside(name), None, ('method', 'size', 'weight_tying', 'lr')) if beside(name) else []
-                             for name in ('distributions.csv', 'curves.csv'))
-    return rows, distributions, curves, read_json(beside('settings.json')) if beside('settings.json') else {}
+    runs = read_csv(path, COLUMNS, REQUIRED)
+    if runs.empty:
+        raise UserError(f'{path}: it has no runs, only a first line')
+    found = [complete(runs, path)]
+    for name, columns in {'distributions.csv': DISTRIBUTIONS, 'curves.csv': CURVES}.items():
+        none = parse(pd.DataFrame(columns=columns, dtype=str), ())
+        part = read_csv(beside(name), columns, REQUIRED[:4]) if beside(name) else none
+        found.append(tables.in_paper_order(tables.derive(part)))
+    settings = read_json(beside('settings.json')) if beside('settings.json') else {}
+    if not all(isinstance(values, list) for values in settings.values()):
+        raise UserError(f'{beside("settings.json")}: each setting should have a list of values')
+    return *found, settings
 
 
-def draw(rows, lrs_rows, distributions, curves, method, folder):
-    """Draws into `folder` every figure that the data have -> (the figures as dicts for the report, a line for each that is missing)."""
+# -------------------- tables, figures, report
+
+
+def make_tables(runs, settings, out):
+    """Writes lrs.csv, tables.md and tables.tex -> (rows of lrs.csv, the tables, lines on what is missing)."""
+    lrs, missing = tables.lrs_table(runs)
+    write_csv(os.path.join(out, 'lrs.csv'), lrs[tables.LRS_COLUMNS])
+    lrs = lrs[lrs.n_lrs > 1]
+    overhead, lines = tables.overhead_tables(runs)
+    missing += lines
+    if lrs.empty:
+        missing.append('no LRS tables: no method was run at two learning rates of one size')
+    largest = runs.lr == runs.groupby(['size', 'weight_tying']).lr.transform('max')
+    shown = [*tables.lrs_tables(lrs), *tables.ranking_tables(lrs), *tables.sensitivity_tables(lrs), *overhead,
+             *([] if lrs.empty else [tables.excess_table(runs, lrs)]),
+             tables.run_table(runs[largest], 'At the largest learning rate'),
+             *([tables.hyperparameter_table(settings)] if settings else []), tables.methods_table()]
+    markdown = [tables.text(table, 'markdown') for table in (*shown, tables.run_table(runs))]
+    files = {'tables.md': '\n\n'.join(markdown) + '\n', 'tables.tex': tables.latex_document(shown)}
+    for name, text in files.items():
+        write_atomic(os.path.join(out, name), lambda file, text=text: file.write(text), mode='w')
+    print('\n' + '\n\n'.join(map(tables.text, shown)) + '\n')
+    return lrs, shown, missing
+
+
+def draw(runs, lrs, distributions, curves, method, folder):
+    """Draws every figure that the data have -> (the figures for the report, lines on those they lack)."""
+    def having(rows, *columns):
+        return rows if any(plots.drawable(rows[column]).any() for column in columns) else rows[:0]
+
     drawn, missing = [], []
-
-    def figure(file, title, where, says, function, data, *more, lacks):
-        if not data:
-            missing.append(f'no figure "{title}": {lacks}')
-            return
-        file = re.sub(r'[^\w.-]', '_', file)
-        print(f'drawing {file}', flush=True)
-        function(data, *more, os.path.join(folder, file))
-        drawn.append({'title': title, 'where': where, 'says': says, 'file': file})
-
-    def having(part, *columns):
-        return part if any(plots.drawable(r[c]) for r in part for c in columns) else []
-
-    for tying, word, part in tables.tyings(rows):
-        def paper(untied, tied=''):
-            return tied if tying else untied
-        finite = [r for r in part if plots.drawable(tables.capped_loss(r))]
-        filled = 'Filled: the run diverged' + ('.' if all(r['diverged'] is not None for r in part) else '; of some runs the data do not say.')
-        tuned = {m for m in {r['method'] for r in part} if len({r['lam'] for r in part if r['method'] == m}) > 1}
-        of_method, title = [r for r in part if r['method'] == method], tables.name(method)
-        of_tying = [r for r in curves if r['weight_tying'] == tying and r.get('part') != 'before']
-        rescued = [r for r in curves if r['weight_tying'] == tying and r.get('part')]
-        figure(f'loss_{word}', f'Loss against learning rate, {word}', paper('Figure 2', 'Appendix D, Figure 9'),
-               'The test loss after training at each learning rate: flat is stable, a line that rises to the right is not. Left all sizes, then the two largest '
-               'learning rates of one size a panel. Losses above the loss at initialisation are drawn there. ' + filled, plots.loss_against_lr,
-               finite, lacks='no loss is finite, and no loss at initialisation is known')
-        sized = [r for r in lrs_rows if r['weight_tying'] == tying and r['n_params'] and r['lrs'] > 0]
-        figure(f'lrs_{word}', f'LRS against model size, {word}', paper('Figure 3', 'Appendix D, Figure 10'),
-               'How far the loss rises above its best over the learning rates, against the number of parameters. Lower is more stable.',
-               plots.lrs_against_n, sized if len({r['n_params'] for r in sized}) > 1 else [], lacks='it takes two sizes with n_params and an LRS above 0')
-        figure(f'statistics_{word}', f'Mean embedding and logits, {word}', paper('Figure 4'),
-               'The norm of the mean output embedding, and mean, standard deviation and largest magnitude of the logits: where the mean embedding moves '
-               'away from the origin the mean logit follows.', plots.panels_against_lr, having(part, 'mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'),
-               (('mu_norm', 'symlog'), ('logit_mean', 'symlog'), ('logit_std', 'log'), ('logit_absmax', 'log')), lacks='the data have none of them')
-        figure(f'fact3_{word}', f'Fact 3 for {title}, {word}', paper('Figure 5'),
-               'What centering would do to these models: the ratios of embedding norms, of the largest cosines and of the largest logits after and before it '
-               '(below 1: it makes them smaller), and how far the final hidden state points along the mean embedding.', plots.panels_against_lr,
-               having(of_method, 'r_emb', 'cos_mu_h', 'r_cos', 'r_log'), (('r_emb', 'linear'), ('cos_mu_h', 'linear'), ('r_cos', 'linear'), ('r_log', 'linear')),
-               lacks='the data have none of r_emb, cos_mu_h, r_cos, r_log')
-        figure(f'distributions_{word}', f'Distributions behind Fact 3 for {title}, {word}', paper('Appendix F, Figures 11 and 12'),
-               'The same quantities over the vocabulary (r_emb) and over test positions: quartiles, median and extrema; red: the share that is below 1, or for the '
-               'cosine above 0. ' + filled, plots.distributions,
-               [r for r in distributions if r['weight_tying'] == tying and tables.variant(r) == (method, None) and plots.drawable(r['median'])],
-               lacks='there are no distributions (distributions.csv)')
-        figure(f'sensitivity_{word}', f'Sensitivity to λ, {word}', paper('Appendix C, Figure 8'),
-               'Loss against learning rate, and LRS against size, for several coefficients λ: how much tuning a method needs.', plots.sensitivity,
-               [r for r in finite if r['method'] in tuned], sized, lacks='no method was run with several λ')
-        figure(f'drift_{word}', f'Drift against the sum of learning rates, {word}', '',
-               'The mean embedding drifts with the sum of the learning rates that a run has gone through. A point is the end of a run, a thin line its way there.',
-               plots.drift, [r for r in having(part, 'mu_norm', 'logit_mean') if r['lr_sum']], of_tying,
-               lacks='the data have no ‖μ‖ and logit mean, or neither lr_sum nor steps')
-        for size in tables.sizes(of_tying) or ['all sizes']:
-            figure(f'curves_{size}_{word}', f'Training curves of {size}, {word}', '',
-                   'Loss, norm of the mean embedding, mean logit and largest |logit| during training, a line a learning rate: the drift as it grows.',
-                   plots.training_curves, [r for r in of_tying if r['size'] == size], lacks='there are no logs (curves.csv)')
-        if any(r['part'] == 'rescue' for r in rescued):
-            figure(f'rescue_{word}', f'Rescue: going on with another method, {word}', '',
-                   'Norm of the mean embedding and mean logit of one run (black), and of the runs that went on from its weights with the methods named. '
-                   'Dotted: their first step.', plots.rescue, rescued, lacks='')
+    for tying, word, part in tables.tyings(runs):
+        finite = part[plots.drawable(part.capped_loss)]
+        tuned = finite[finite.groupby('method').lam.transform('nunique') > 1]
+        sized = lrs[(lrs.weight_tying == tying) & lrs.n_params.notna() & (lrs.lrs > 0)]
+        spread = distributions[(distributions.weight_tying == tying) & (distributions.variant == method)]
+        logs = curves[curves.weight_tying == tying]
+        rescued, logs = logs[logs.part != ''], logs[logs.part != 'before']
+        plan = [  # a figure, what it is of, and what it draws: none if the first of these is empty
+            ('loss', '', finite),
+            ('lrs', '', sized if sized.n_params.nunique() > 1 else sized[:0]),
+            ('statistics', '', having(part, *plots.STATISTICS)),
+            ('fact3', method, having(part[part.method == method], *plots.FACT_3)),
+            ('distributions', method, having(spread, 'median')),
+            ('sensitivity', '', tuned, sized),
+            ('drift', '', having(part[part.lr_sum > 0], 'mu_norm', 'logit_mean'), logs),
+            *(('curves', size, logs[logs['size'] == size]) for size in part['size'].unique()),
+            *([('rescue', '', rescued)] if (rescued.part == 'rescue').any() else [])]
+        for key, of, *rows in plan:
+            function, title, where = plots.FIGURES[key]
+            title = title.format(tables.name(of)) + f', {word}'
+            if rows[0].empty:
+                missing.append(f'no figure "{title}": there are no data for it')
+                continue
+            file = re.sub(r'[^\w.-]', '_', f'{key}_{of}_{word}' if key == 'curves' else f'{key}_{word}')
+            print(f'drawing {file}', flush=True)
+            function(*rows, os.path.join(folder, file))
+            drawn.append({'title': title, 'where': where[tying], 'says': function.__doc__, 'file': file})
     return drawn, missing
 
 
 def draw_theory(folder):
-    """The paper's figures that follow from formulas -> the same dicts as `draw`."""
-    drawn = []
-    for function, file, title, where, says in (
-            (plots.centering_in_three_dimensions, 'theory_centering', 'μ-centering in three dimensions', 'Figure 1',
-             'Embeddings spread evenly around a mean μ that points along the hidden state h all have a cosine with h; centering takes that away.'),
-            (plots.zloss_of_one_logit, 'theory_zloss_1d', 'z-loss of one logit', 'Appendix B, Figure 6',
-             'z-loss punishes a large positive logit and lets a large negative one be; only without other logits (S = 0) is it even.'),
-            (plots.root_cause, 'theory_root_cause', 'The root cause: how far the mean embedding moves', 'Section 1, Anisotropic Embeddings',
-             'In a head trained by itself the mean embedding stays where it is with SGD, and moves with Adam, whose second moments differ between the '
-             'embeddings; one second moment for all of them (Coupled Adam) keeps it where it was.'),
-            (plots.zloss_of_two_logits, 'theory_zloss_2d', 'Z and z-loss of two logits', 'Appendix B, Figure 7',
-             'Black: where z-loss is smallest. The curve runs off to large negative logits, so z-loss does not hold the mean logit at 0.')):
-        print(f'drawing {file}', flush=True)
+    """Draws the paper's figures that follow from formulas -> the same dicts as `draw`."""
+    for file, (function, _, _) in plots.THEORY.items():
         function(os.path.join(folder, file))
-        drawn.append({'title': title, 'where': where, 'says': says, 'file': file})
-    return drawn
+    return [{'title': title, 'where': where, 'says': function.__doc__, 'file': file}
+            for file, (function, title, where) in plots.THEORY.items()]
 
 
-def write_report(out, rows, shown, missing, settings, unfinished):
-    """report.html in `out`, one file that needs no other: `shown` (tables and figures) in order, what is missing, the settings, the runs."""
+def write_report(out, runs, shown, missing, settings, unfinished):
+    """report.html in `out`, one file that needs no other, of the tables and figures `shown`."""
     def image(file):
         with open(os.path.join(out, 'figures', f'{file}.png'), 'rb') as png:
             return base64.b64encode(png.read()).decode()
-    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'report_template.html'), encoding='utf-8') as file:
-        template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(file.read())
-    logs = [quote(os.path.relpath(os.path.join(r['folder'], 'log.jsonl'), out)) if 'folder' in r else None for r in rows]
-    html = template.render(title=os.path.basename(os.path.abspath(out)), rows=rows, shown=shown, image=image, missing=missing, unfinished=unfinished,
-                           settings={k: ', '.join(map(str, v)) for k, v in settings.items()}, runs=tables.run_table(rows) if rows else None, logs=logs)
+
+    def grid(table):
+        return Markup(tables.grid(table, 'html'))
+
+    all_runs = tables.run_table(runs) if len(runs) else None
+    if 'folder' in runs:
+        all_runs['header'].append('log')
+        for line, folder in zip(all_runs['rows'], runs.folder, strict=True):
+            log = quote(os.path.relpath(os.path.join(folder, 'log.jsonl'), out))
+            line.append(Markup('<a href="{}">log</a>').format(log))
+    values = [[key, ', '.join(map(str, values))] for key, values in settings.items()]
+    here = os.path.dirname(os.path.abspath(__file__))
+    with open(os.path.join(here, 'report_template.html'), encoding='utf-8') as file:
+        template = jinja2.Template(file.read(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    html = template.render(
+        title=os.path.basename(os.path.abspath(out)), runs=runs, unfinished=unfinished, shown=shown,
+        missing=missing, all_runs=all_runs, settings={'header': ['setting', 'values'], 'rows': values},
+        image=image, grid=grid)
     write_atomic(os.path.join(out, 'report.html'), lambda file: file.write(html), mode='w')
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
     p.add_argument('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
-    p.add_argument('--results', help='a csv of runs instead; needs method, size, weight_tying, lr and test_loss, all else may be missing')
+    p.add_argument('--results', metavar='FILE.csv',
+                   help=f'a csv of runs instead; it needs {", ".join(REQUIRED)}, all else may be missing')
     p.add_argument('--out', help='folder to write to (default results/<name of the sweep or csv>)')
-    p.add_argument('--method', help='the method whose Fact 3 is drawn (default baseline, or the first there is)')
-    p.add_argument('--theory', action='store_true', help="the paper's figures that need no runs (Fig. 1, 6 and 7), alone or with the others")
+    p.add_argument('--method', help='the method whose Fact 3 is drawn (default baseline, or the first one)')
+    p.add_argument('--theory', action='store_true',
+                   help="the paper's figures that need no runs (Fig. 1, 6 and 7), alone or with the others")
     args = parse_args(p, argv)
-    if bool(args.runs) + bool(args.results) != 1 and not (args.theory and not args.runs and not args.results):
-        die('give run folders, such as out/demo, or --results=FILE.csv, or --theory')
+    if args.runs and args.results or not (args.runs or args.results or args.theory):
+        raise UserError('give run folders, such as out/demo, or --results=FILE.csv, or --theory')
 
     # what there is
-    unfinished, rows, methods = [], [], []
+    runs, settings, unfinished, source = pd.DataFrame({'method': []}), {}, 0, 'theory'
     if args.runs:
-        source = os.path.normpath(args.runs[0])
-        done, unfinished = find_runs(args.runs)
-        for folder in unfinished:
-            print(f'not finished, left out: {folder}')
+        source = args.runs[0]
+        states = run_states(args.runs)
+        print_states(states)
+        done = [path for path, state in states.items() if state == 'done']
+        unfinished = len(states) - len(done)
         if not done:
-            die(f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
-        methods = [read_json(os.path.join(folder, 'result.json')).get('method') for folder in done]
+            raise UserError(f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
+        runs = read_results(done)
     elif args.results:
-        source = os.path.splitext(args.results)[0]
-        source = os.path.dirname(os.path.abspath(source)) if os.path.basename(source) == 'results' else source
-        rows, distributions, curves, settings = from_csv(args.results)
-        methods = [r['method'] for r in rows]
-    else:
-        source, distributions, curves, settings = 'theory', [], [], {}
+        source = os.path.splitext(os.path.abspath(args.results))[0]
+        source = os.path.dirname(source) if os.path.basename(source) == 'results' else source
+        runs, distributions, curves, settings = from_csv(args.results)
+    methods = list(runs.method.unique())
     if args.method and args.method not in methods:
-        die(f'--method={args.method}: the runs have {", ".join(dict.fromkeys(map(str, methods))) or "no method: there are none"}')
-    method = args.method or ('baseline' if 'baseline' in methods or not methods else methods[0])
+        raise UserError(f'--method={args.method}: should be one of those of the runs ({", ".join(methods)})')
+    method = args.method or ('baseline' if 'baseline' in methods else methods[0] if methods else None)
     out = args.out or os.path.join('results', os.path.basename(os.path.abspath(source)))
-    make_folder(out)
-    lock = lock_folder(out, wait=True)
-    if args.runs:
-        rows, distributions, curves, settings = from_folders(done)
-        write_csv(os.path.join(out, 'results.csv'), COLUMNS, rows)
-        write_csv(os.path.join(out, 'distributions.csv'), [*KEY, 'diverged', 'quantity', *DISTRIBUTION], distributions)
-        write_csv(os.path.join(out, 'curves.csv'), list(dict.fromkeys(k for line in curves for k in line)), curves)
-        write_json(os.path.join(out, 'settings.json'), settings)
 
-    # tables, figures, report
-    shown, missing = [], []
-    if rows:
-        lrs_rows, missing = tables.lrs_rows(rows)
-        write_csv(os.path.join(out, 'lrs.csv'), LRS_COLUMNS, lrs_rows)
-        of_lrs = [r for r in lrs_rows if r['n_lrs'] > 1]
-        if not of_lrs:
-            missing.append('no LRS tables: no method was run at two learning rates of one size')
-        overhead, lines = tables.overhead_tables(rows)
-        missing += lines
-        if not settings:
-            missing.append('no table of hyper-parameters: there are no settings of the runs (settings.json)')
-        excess = [tables.excess_table(rows, of_lrs)] if of_lrs else []
-        largest = {(r['size'], r['weight_tying']): r['lr'] for r in sorted(rows, key=lambda r: r['lr'])}
-        at_largest = tables.run_table([r for r in rows if r['lr'] == largest[r['size'], r['weight_tying']]], 'At the largest learning rate')
-        shown = [*tables.lrs_tables(of_lrs), *tables.ranking_tables(of_lrs), *tables.sensitivity_tables(of_lrs), *overhead, *excess, at_largest,
-                 *([tables.hyperparameter_table(settings)] if settings else []), tables.methods_table()]
-        everything = [*shown, tables.run_table(rows)]
-        write_atomic(os.path.join(out, 'tables.md'), lambda file: file.write('\n\n'.join(tables.text(t, tables.MARKDOWN) for t in everything) + '\n'), mode='w')
-        write_atomic(os.path.join(out, 'tables.tex'), lambda file: file.write(tables.latex_document(shown)), mode='w')
-        print('\n' + '\n\n'.join(map(tables.text, shown)) + '\n')
-        figures, lines = draw(rows, of_lrs, distributions, curves, method, os.path.join(out, 'figures'))
-        shown, missing = figures + shown, missing + lines
-    if args.theory:
-        shown = shown + draw_theory(os.path.join(out, 'figures'))
-    for line in missing:
-        print(line)
-    write_report(out, rows, shown, missing, settings, len(unfinished))
-    lock.close()
-    names = sorted(name for name in os.listdir(out) if not name.startswith('.'))
-    print(f'wrote {out}: {", ".join(names)}; open {os.path.join(out, "report.html")} in a browser')
+    # what is made of it
+    make_folder(out)
+    with lock_folder(out, wait=True):
+        shown, missing, figures = [], [], os.path.join(out, 'figures')
+        if args.runs:
+            write_csvs(runs, out)
+            folders = runs.folder
+            runs, distributions, curves, settings = from_csv(os.path.join(out, 'results.csv'))
+            runs['folder'] = folders
+        if len(runs):
+            lrs, made, missing = make_tables(runs, settings, out)
+            shown, lines = draw(runs, lrs, distributions, curves, method, figures)
+            shown, missing = shown + made, missing + lines
+        if args.theory:
+            shown += draw_theory(figures)
+        for line in missing:
+            print(line)
+        write_report(out, runs, shown, missing, settings, unfinished)
+    names = ', '.join(sorted(name for name in os.listdir(out) if not name.startswith('.')))
+    print(f'wrote {out}: {names}; open {os.path.join(out, "report.html")} in a browser')
     return 0
 
 

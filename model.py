@@ -1,12 +1,14 @@
 """
-The GPT of "Output Embedding Centering for Stable LLM Pretraining", and the output head with every way of taming its logits.
+The GPT of "Output Embedding Centering for Stable LLM Pretraining" and its output head, with every method that
+tames the output logits.
 
-Names and shapes: E output embeddings (V, H), mu their mean (H,), h final hidden states (N, H), logits (N, V) with
-l_i = e_i . h, lam the coefficient lambda, cap the soft-cap c. N counts token positions, V the vocabulary, H the width.
+Names and shapes: E output embeddings (V, H), mu their mean (H,), h final hidden states (N, H), logits (N,
+V) with l_i = e_i . h, lam the coefficient lambda, cap the soft-cap c. N counts token positions, V the
+vocabulary, H the width. Equation numbers are the paper's.
 
-A method that acts on the logits is a few lines in logits_to_loss, one that acts on the embeddings alone a few lines in
-embeddings_to_loss; those that act on the weights (weight_decay, coupled_adam, mu_centering) are a few lines around
-optimizer.step() in train.py.
+Where a method lives: if it acts on the logits, in logits_to_loss; if it penalises the embeddings, in
+embeddings_to_loss; if it acts on the weights (weight_decay, coupled_adam, mu_centering), in train_step of
+train.py.
 """
 import math
 from dataclasses import dataclass, fields
@@ -15,12 +17,25 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-METHODS = ('baseline', 'weight_decay', 'z_loss', 'soft_capping', 'mu_loss', 'mu_centering',
-           'max_z_loss', 'norm_softmax', 'coupled_adam', 'cosine_reg', 'laplace_reg', 'spectrum_control')
-# the methods that have a lambda, and its default (sweep.sh reads this line)
-LAM = {'weight_decay': 1e-4, 'z_loss': 1e-4, 'mu_loss': 1e-4, 'max_z_loss': 2e-4, 'cosine_reg': 1, 'laplace_reg': 1, 'spectrum_control': 1e-4}
+# Every method and the default of its lambda, None if it has none: first the paper's six, then those that
+# it cites.
+METHODS = {
+    'baseline': None,
+    'weight_decay': 1e-4,
+    'z_loss': 1e-4,
+    'soft_capping': None,
+    'mu_loss': 1e-4,
+    'mu_centering': None,
+    'max_z_loss': 2e-4,        # Baichuan 2 (Yang et al. 2023)
+    'norm_softmax': None,      # Jiang et al. (2023)
+    'coupled_adam': None,      # Stollenwerk and Stollenwerk (2025)
+    'cosine_reg': 1.0,         # Gao et al. (2019)
+    'laplace_reg': 1.0,        # Zhang et al. (2020)
+    'spectrum_control': 1e-4,  # Wang et al. (2020)
+}
 
-SIZES = {  # the paper's five, from Porian et al. (2024), and one for a CPU
+# The paper's five sizes, from Porian et al. (2024), and one for a CPU.
+SIZES = {
     'tiny': dict(n_layer=2, n_embd=64, n_head=4),
     '16M': dict(n_layer=6, n_embd=224, n_head=4),
     '29M': dict(n_layer=9, n_embd=320, n_head=4),
@@ -29,93 +44,97 @@ SIZES = {  # the paper's five, from Porian et al. (2024), and one for a CPU
     '221M': dict(n_layer=21, n_embd=832, n_head=4),
 }
 
-# What the head reports of a batch, as one vector: sums over positions, and last a maximum.
-STATS = ('loss', 'reg', 'logit_mean', 'logit_mean_squared', 'logit_std', 'logit_absmax', 'logit_max')
-
 
 @dataclass
 class GPTConfig:
-    """What GPT is built from. gpt_config makes one from a run's settings."""
-
     n_layer: int = 6
     n_embd: int = 224
     n_head: int = 4
     vocab_size: int = 50304
     block_size: int = 2048
     weight_tying: bool = False
-    rope_fraction: float = 0.5         # share of each head's dimensions that RoPE rotates
-    head_mode: str = 'baseline'        # one of METHODS
+    rope_fraction: float = 0.5     # the share of each head's dimensions that RoPE rotates
+    method: str = 'baseline'       # one of METHODS
     lam: float = 1e-4
     cap: float = 30.0
-    dtype: str = 'float32'             # of the matrix products: float32, bfloat16 (autocast over fp32 weights) or float64
-    logits_dtype: str = 'float32'      # what the logits are rounded to
-    head: str = 'chunked'              # chunked: never holds N x V logits; plain: holds them all, for comparison
+    dtype: str = 'float32'         # of products: float32, float64 or bfloat16 (autocast over fp32 weights)
+    logits_dtype: str = 'float32'  # what the logits are rounded to
+    head: str = 'chunked'          # chunked never holds N x V logits; plain holds them all, for comparison
 
 
-def head_mode(method):
-    """The method beside mu-centering: z_loss of z_loss+mu_centering, any other name as it is."""
+def base_method(method):
+    """The method beside mu-centering: z_loss of z_loss+mu_centering, and any other name as it is."""
     return method.removesuffix('+mu_centering')
 
 
 def gpt_config(settings):
-    """The GPTConfig of a run's settings (train.py's flags, config.json), which call head_mode method."""
-    return GPTConfig(**{f.name: settings[f.name] for f in fields(GPTConfig) if f.name != 'head_mode'}, head_mode=head_mode(settings['method']))
+    """
+    The GPTConfig of a run's settings, a dict such as config.json; a field that they lack keeps its
+    default.
+    """
+    known = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
+    return GPTConfig(**{**known, 'method': base_method(settings['method'])})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the output head
+# --------------------------------------------------------------------------------------------------
+# what the methods do to the loss
 
 
 def logits_to_loss(logits, targets, config, with_stats=True):
     """
-    What a method does with the logits. The only place where the cross entropy, z-loss, soft-capping and their like are written.
+    The language modeling head (Eq. 1) and the methods that act on its logits.
 
-    logits (N, V) in the dtype they were rounded to, targets (N,) int64. Returns the loss summed over positions (what
-    training minimises: cross entropy and regulariser) and the STATS vector (7,), detached, zero after `reg` without
-    with_stats. The softmax is in fp32; norm_softmax's temperature is part of it, the statistics are of the logits before it.
+    logits (N, V) in the dtype that they were rounded to, targets (N,) int64. Returns what training
+    minimises, cross entropy plus regulariser summed over positions, and a dict of detached statistics in
+    float64: `loss` (the bare cross entropy) and `reg`, and those of logit_stats unless with_stats is
+    False. The softmax is in fp32.
     """
     full = torch.promote_types(logits.dtype, torch.float32)
-    if config.head_mode == 'soft_capping':  # l <- c tanh(l / c), Eq. 6; rounded once more, as a bf16 model would
+    if config.method == 'soft_capping':  # l <- c tanh(l / c), Eq. 6; rounded once more, as in a bf16 model
         logits = (config.cap * torch.tanh(logits.to(full) / config.cap)).to(logits.dtype)
     logits = scores = logits.to(full)
-    if config.head_mode == 'norm_softmax':  # softmax(l / sigma_l), Jiang et al. (2023); that it centers l too drops out of the softmax
+    if config.method == 'norm_softmax':  # softmax(l / sigma_l); centering l changes no probability
         scores = F.layer_norm(logits, logits.shape[-1:], eps=1e-12)
-    log_z = torch.logsumexp(scores, dim=-1)                                   # log Z, Eq. 4
-    # L = -log p_t = log Z - l_t, Eq. 1; nll_loss is -l_t, its gradient needs no second N x V tensor when compiled
+
+    # L = -log p_t = log Z - l_t. nll_loss is -l_t: its gradient needs no second N x V tensor when compiled.
+    log_z = torch.logsumexp(scores, dim=-1)
     loss = log_z + F.nll_loss(scores, targets, reduction='none')
-    if config.head_mode == 'z_loss':                                          # L_z = lam log^2 Z, Eq. 5
+
+    reg = torch.zeros_like(loss)
+    if config.method == 'z_loss':  # L_z = lam log^2 Z, Eq. 5
         reg = config.lam * log_z.square()
-    elif config.head_mode == 'max_z_loss':                                    # lam (max_i l_i)^2, Baichuan 2 (2023)
+    if config.method == 'max_z_loss':  # lam (max_i l_i)^2
         reg = config.lam * logits.amax(dim=-1).square()
-    else:
-        reg = torch.zeros_like(loss)
-    sums = torch.stack([loss.sum(), reg.sum()]).detach().to(stats_dtype(logits))
-    return (loss + reg).sum(), torch.cat((sums, logit_stats(logits.detach()) if with_stats else sums.new_zeros(len(STATS) - 2)))
+
+    stats = {'loss': loss.detach().sum().double(), 'reg': reg.detach().sum().double()}
+    if with_stats:
+        stats.update(logit_stats(logits.detach()))
+    return (loss + reg).sum(), stats
 
 
 def embeddings_to_loss(E, config, step=0):
     """
-    What a method adds to the mean loss as a function of the output embeddings E (V, H) alone: a scalar, without a V x V tensor.
-    `step` picks what laplace_reg samples, so that a step means the same after a resume and on every process.
+    The methods that penalise the output embeddings E (V, H): what they add to the mean loss, a scalar,
+    without a V x V tensor. `step` decides which rows laplace_reg samples, so that a step is the same
+    after a resume.
 
-    mu_loss: Eq. 14. cosine_reg: mean cosine of pairs i != j, exactly (Gao et al. 2019; their coefficient is 1).
-    laplace_reg: mean heat-kernel similarity of pairs; its gradient is the graph Laplacian of these similarities applied to the
-    unit embeddings, so it drives near ones apart. Sampled: 256 embeddings a step, in turn, against all. From the title and the
-    references of Zhang et al. (2020), whose own equations we could not read; kernel and coefficient are ours.
-    spectrum_control: singular values towards a slowly decaying prior c_1 exp(-c_2 k^gamma), the exponential one of Wang et al.
-    (2020), on E itself instead of their factorisation of it, from the eigenvalues of the H x H Gram matrix. c_1, the size at
-    initialisation, c_2 = 1 / H, gamma = 1 and the coefficient are ours.
+    cosine_reg is the mean cosine of all pairs i != j, exactly. laplace_reg is the mean heat-kernel
+    similarity of 256 rows, each step the next ones, with all rows; it is made from the title and
+    references of Zhang et al. (2020), whose equations we could not read, so kernel and coefficient are
+    ours. spectrum_control pulls the singular values of E towards the exponential prior of Wang et al.
+    (2020), there of a factorisation of E, with constants of ours; it takes them from the H x H Gram
+    matrix.
     """
-    if config.head_mode == 'mu_loss':                                         # L_mu = lam mu . mu, Eq. 14
+    if config.method == 'mu_loss':  # L_mu = lam mu . mu, Eq. 14
         return config.lam * E.mean(dim=0).square().sum()
-    if config.head_mode == 'cosine_reg':                                      # lam / V^2 sum_(i != j) cos(e_i, e_j)
+    if config.method == 'cosine_reg':  # lam / V^2 sum_(i != j) cos(e_i, e_j)
         return config.lam * (F.normalize(E).sum(dim=0).square().sum() - len(E)) / len(E) ** 2
-    if config.head_mode == 'laplace_reg':                                     # lam mean_ij exp(-|e_i/|e_i| - e_j/|e_j||^2)
+    if config.method == 'laplace_reg':  # lam mean_ij exp(-|e_i/|e_i| - e_j/|e_j||^2)
         unit, n = F.normalize(E), min(256, len(E))
         rows = (step * n + torch.arange(n, device=E.device)) % len(E)
         return config.lam * torch.exp(2 * (unit[rows] @ unit.T - 1)).mean()
-    if config.head_mode == 'spectrum_control':                                # lam sum_k (sigma_k - c_1 exp(-k / H))^2
-        scale = E.detach().abs().amax()  # or the squares of a diverging E overflow before E does
+    if config.method == 'spectrum_control':  # lam sum_k (sigma_k - c exp(-k / H))^2, c the initial sigma
+        scale = E.detach().abs().amax()  # the squares of a diverging E would overflow before E does
         squares = torch.linalg.eigvalsh((E / scale).T @ (E / scale)).flip(0)[:len(E)]
         k = torch.arange(1, len(squares) + 1, dtype=E.dtype, device=E.device) / E.size(1)
         prior = math.sqrt(2 * len(E) / sum(E.shape)) * torch.exp(-k)
@@ -124,116 +143,45 @@ def embeddings_to_loss(E, config, step=0):
 
 
 def logit_stats(logits):
-    """The STATS of logits (N, V) after loss and reg, (5,): moments over V and the largest |logit|, summed over N; the largest of all."""
-    wide = stats_dtype(logits)
+    """
+    Statistics of logits (N, V) in float64: mean, its square, standard deviation and largest |logit| of
+    each position over the vocabulary, all summed over positions, and `logit_max`, the largest |logit| of
+    all.
+    """
     mean = logits.mean(dim=-1)
-    std = (logits - mean[:, None]).square().mean(dim=-1).sqrt()
-    absmax = torch.maximum(logits.amax(dim=-1), -logits.amin(dim=-1))
-    mean, std, absmax = mean.to(wide), std.to(wide), absmax.to(wide)
-    return torch.stack([mean.sum(), mean.square().sum(), std.sum(), absmax.sum(), absmax.amax()])
-
-
-def stats_dtype(logits):
-    """float64, so that the spread of a mean of 1000 survives its squares; float32 on MPS, which has no float64."""
-    return torch.float32 if logits.device.type == 'mps' else torch.float64
-
-
-def no_stats(x):
-    """STATS (7,) of no positions, on x's device: what sums start from."""
-    return torch.zeros(len(STATS), dtype=stats_dtype(x), device=x.device)
+    std = (logits - mean[:, None]).square().mean(dim=-1).sqrt().double()
+    absmax = torch.maximum(logits.amax(dim=-1), -logits.amin(dim=-1)).double()
+    mean = mean.double()  # before it is squared: fp32 would lose the spread of a mean of 1000
+    return {'logit_mean': mean.sum(), 'logit_mean_squared': mean.square().sum(), 'logit_std': std.sum(),
+            'logit_absmax': absmax.sum(), 'logit_max': absmax.amax()}
 
 
 def merge_stats(a, b):
-    """STATS of two sets of positions together: sums are summed, the maximum is maximised."""
-    return torch.cat((a[:-1] + b[:-1], torch.maximum(a[-1:], b[-1:])))
+    """The statistics of two sets of positions as those of one; `a` is {} for no positions."""
+    if not a:
+        return b
+    return {name: torch.maximum(a[name], b[name]) if name == 'logit_max' else a[name] + b[name] for name in b}
 
 
 def product_operand(x, config):
     """
-    Rounds h or E to logits_dtype and returns it in the dtype of the product. Under bf16 that is a plain cast; with bf16
-    logits under fp32 it gives the same numbers on a machine that has no bf16 units.
+    h or E, rounded to logits_dtype, in the dtype of the product e_i . h. Under bf16 that is a plain cast;
+    bf16 logits under fp32 give the same numbers on a machine that has no bf16 units.
     """
     logits_dtype = getattr(torch, config.logits_dtype)
     return x.to(logits_dtype).to(torch.promote_types(getattr(torch, config.dtype), logits_dtype))
 
 
 def plain_head(h, E, targets, config, with_stats=True):
-    """Loss summed over positions and STATS, from h (N, H), E (V, H), targets (N,), by autograd over all N x V logits."""
-    product = product_operand(h, config) @ product_operand(E, config).T       # l_i = e_i . h, Eq. 1
+    """
+    h (N, H), E (V, H), targets (N,) -> the loss summed over positions, and statistics, as logits_to_loss.
+    Autograd keeps all N x V logits.
+    """
+    product = product_operand(h, config) @ product_operand(E, config).T  # l_i = e_i . h, Eq. 1
     return logits_to_loss(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
 
 
-def loss_and_grad(product, targets, config, with_stats):
-    """
-    The products e_i . h (n, V) of a chunk, which it may overwrite -> their gradient (n, V) in their dtype, the summed
-    loss and STATS. Fused when compiled. The gradient is rounded to logits_dtype as the logits are.
-    """
-    grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
-    grad, (loss, stats) = grad_and_value(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
-    # a fused kernel writes in place for nothing, otherwise it would be one more pass; PyTorch's compiler for CPUs fails on it in norm_softmax
-    if torch.compiler.is_compiling() and config.head_mode != 'norm_softmax':
-        return product.copy_(grad), loss, stats
-    return grad.to(product.dtype), loss, stats
-
-
-def compile_head(function):
-    """torch.compile that keeps every rounding to bf16: fused kernels drop a cast down and up again unless told not to."""
-    return torch.compile(function, dynamic=False, options={'emulate_precision_casts': True})
-
-
-def n_chunks(h, E):
-    """
-    Into how many chunks the chunked head cuts the tokens: on a GPU some thousand tokens each, enough to keep it busy and
-    to pay for re-reading the gradient of E; on a CPU few enough for the logits to stay in cache.
-    """
-    tokens = 4096 if h.device.type == 'cuda' else max(64, min(1024, 2**24 // len(E)))
-    return -(-len(h) // tokens)
-
-
-class ChunkedHead(torch.autograd.Function):
-    """
-    plain_head without the N x V logits: loss and gradients together, chunk by chunk, with three products in all. Under
-    bf16 each chunk's product for grad_E is rounded to bf16 and summed in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad=loss_and_grad):
-        n = n_chunks(h, E)
-        h_op, E_op = product_operand(h, config), product_operand(E, config)
-        grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
-        loss, stats = 0, no_stats(h)
-        for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n)):
-            grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
-            grad_h_c.copy_(grad @ E_op)
-            if grad.dtype == grad_E.dtype:
-                grad_E.addmm_(grad.T, h_c)
-            else:
-                grad_E += grad.T @ h_c
-            loss, stats = loss + loss_c, merge_stats(stats, stats_c)
-            del grad  # before the next chunk takes as much again
-        ctx.save_for_backward(grad_h, grad_E)
-        ctx.mark_non_differentiable(stats)
-        return loss, stats
-
-    @staticmethod
-    def backward(ctx, grad_loss, _):
-        grad_h, grad_E = ctx.saved_tensors
-        return grad_h * grad_loss, grad_E * grad_loss, None, None, None, None
-
-
-@torch.no_grad()
-def head_stats(h, E, targets, config, with_stats=True):
-    """STATS of h (N, H) without gradients, chunk by chunk: evaluation."""
-    n = n_chunks(h, E)
-    h_op, E_op = product_operand(h, config), product_operand(E, config)
-    stats = no_stats(h)
-    for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n)):
-        logits = (h_c @ E_op.T).to(getattr(torch, config.logits_dtype))
-        stats = merge_stats(stats, logits_to_loss(logits, targets_c, config, with_stats)[1])
-    return stats
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the Transformer
 
 
@@ -249,7 +197,10 @@ class LayerNorm(nn.Module):
 
 
 def rope_tables(config):
-    """cos and sin (block_size, d / 2) of m theta_j, theta_j = 10000^(-2j/d), for the d = rope_fraction * D rotated dimensions."""
+    """
+    cos and sin (block_size, d / 2) of m theta_j, theta_j = 10000^(-2j / d), for the d rotated dimensions
+    of a head.
+    """
     d = int(config.rope_fraction * (config.n_embd // config.n_head)) // 2 * 2
     theta = 10000.0 ** (-torch.arange(0, d, 2).double() / d)
     angle = torch.arange(config.block_size).double()[:, None] * theta
@@ -257,11 +208,14 @@ def rope_tables(config):
 
 
 def rotate(x, cos, sin):
-    """RoPE: turns the neighbouring pairs of the first dimensions of x (B, n_head, T, D) by the tables (T, d / 2)."""
+    """
+    RoPE: rotates neighbouring pairs of the first d dimensions of x (B, n_head, T, D) by the tables (T, d
+    / 2).
+    """
     d = 2 * cos.size(-1)
     even, odd = x[..., 0:d:2], x[..., 1:d:2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., d:]), dim=-1)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return torch.cat((rotated, x[..., d:]), dim=-1)
 
 
 class Attention(nn.Module):
@@ -284,7 +238,7 @@ class Attention(nn.Module):
 
 
 def swiglu_width(n_embd):
-    """Hidden width of the SwiGLU: 8/3 of the width, rounded up to a multiple of 256."""
+    """The hidden width of the SwiGLU: 8/3 of the model's width, rounded up to a multiple of 256."""
     return 256 * math.ceil((8 * n_embd // 3) / 256)
 
 
@@ -303,7 +257,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-LayerNorm Transformer block: (B, T, H) -> (B, T, H)."""
+    """A pre-LayerNorm Transformer block: (B, T, H) -> (B, T, H)."""
 
     def __init__(self, config):
         super().__init__()
@@ -318,7 +272,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only Transformer; `E` is its output embedding matrix, the input embedding too where tied."""
+    """A decoder-only Transformer. `E` is its output embedding matrix, and its input embedding too if tied."""
 
     def __init__(self, config):
         super().__init__()
@@ -330,14 +284,16 @@ class GPT(nn.Module):
         cos, sin = rope_tables(config)
         self.register_buffer('cos', cos, persistent=False)
         self.register_buffer('sin', sin, persistent=False)
-        self.loss_and_grad = loss_and_grad
+        self.loss_and_grad = loss_and_grad  # which compile_parts replaces
 
+        # Appendix A: Xavier for every linear weight but the attention's projection, 1 / sqrt(H) for the
+        # input embedding
         nn.init.normal_(self.wte.weight, std=config.n_embd ** -0.5)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                small = name.endswith('attn.proj')
-                fan = sum(module.weight.shape)
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * config.n_layer) if small else math.sqrt(2 / fan))
+                xavier = math.sqrt(2 / sum(module.weight.shape))
+                small = 0.02 / math.sqrt(2 * config.n_layer)
+                nn.init.normal_(module.weight, std=small if name.endswith('attn.proj') else xavier)
         if config.weight_tying:
             self.wte.weight = self.lm_head.weight
 
@@ -351,13 +307,19 @@ class GPT(nn.Module):
         return n if self.config.weight_tying else n - self.wte.weight.numel()
 
     def flops_per_token(self):
-        """FLOP that a training step needs for one token: 6 for each weight in a matrix product, and causal attention at half."""
+        """
+        FLOP of a training step for each token: 6 per weight of a matrix product, and causal attention at
+        half.
+        """
         c = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * weights + 6 * c.n_layer * c.block_size * c.n_embd
 
     def compile_parts(self):
-        """Compiles the Transformer and the body of the chunked head apart: compiled together the chunk loop is unrolled."""
+        """
+        Compiles the Transformer and the body of the chunked head apart: together the chunk loop would be
+        unrolled.
+        """
         self.hidden = torch.compile(self.hidden, dynamic=False)
         self.loss_and_grad = compile_head(self.loss_and_grad)
 
@@ -372,9 +334,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets, with_stats=True):
         """
-        tokens, targets (B, T) int64 -> what training minimises (the mean over the B T positions of cross entropy and the
-        regulariser of the logits; that of the embeddings is added once a step, in train.py) and the STATS vector (7,) of those
-        positions, without with_stats loss and reg alone. Without gradients (evaluation) the first is None.
+        tokens, targets (B, T) int64 -> what training minimises, the mean over the B T positions of cross
+        entropy and the regulariser of the logits (that of the embeddings joins once per step, in
+        train.py), and the statistics of logits_to_loss, summed over positions. Under no_grad (evaluation)
+        the loss is None.
         """
         h, targets = self.hidden(tokens).flatten(0, 1), targets.flatten()
         if not torch.is_grad_enabled():
@@ -384,3 +347,85 @@ class GPT(nn.Module):
         else:
             loss, stats = plain_head(h, self.E, targets, self.config, with_stats)
         return loss / len(h), stats
+
+
+# --------------------------------------------------------------------------------------------------
+# The chunked head: an optimisation that you can skip. It computes what plain_head does, chunk by chunk
+# of tokens, so that N x V logits are never held: loss and gradients together in the forward pass, three
+# matrix products in all.
+
+
+def n_chunks(h, E):
+    """
+    How many chunks the chunked head makes of h. On a GPU a chunk has some thousand tokens, enough to keep
+    it busy and to make up for reading the gradient of E again; on a CPU few enough for its logits to stay
+    in cache.
+    """
+    tokens = 4096 if h.device.type == 'cuda' else max(64, min(1024, 2**24 // len(E)))
+    return -(-len(h) // tokens)
+
+
+def loss_and_grad(product, targets, config, with_stats):
+    """
+    The products e_i . h (n, V) of a chunk, which are lost -> their gradient in their dtype, the summed
+    loss and statistics. The gradient is rounded to logits_dtype like the logits. Compiled, this is a few
+    fused kernels.
+    """
+    grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
+    logits = product.to(getattr(torch, config.logits_dtype))
+    grad, (loss, stats) = grad_and_value(logits, targets, config, with_stats)
+    # Writing in place is free in a fused kernel and one more pass otherwise; Inductor for CPUs fails on
+    # it in norm_softmax.
+    if torch.compiler.is_compiling() and config.method != 'norm_softmax':
+        return product.copy_(grad), loss, stats
+    return grad.to(product.dtype), loss, stats
+
+
+def compile_head(function):
+    """
+    torch.compile that keeps every rounding to bf16: fused kernels drop a cast down and up unless told not
+    to.
+    """
+    return torch.compile(function, dynamic=False, options={'emulate_precision_casts': True})
+
+
+class ChunkedHead(torch.autograd.Function):
+    """
+    plain_head without the N x V logits. In bf16 each chunk's part of the gradient of E is rounded to bf16
+    and the parts are summed in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad=loss_and_grad):
+        n = n_chunks(h, E)
+        h_op, E_op = product_operand(h, config), product_operand(E, config)
+        grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
+        loss, stats = 0, {}
+        for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n), strict=True):
+            grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
+            grad_h_c.copy_(grad @ E_op)
+            if grad.dtype == grad_E.dtype:
+                grad_E.addmm_(grad.T, h_c)
+            else:
+                grad_E += grad.T @ h_c
+            loss, stats = loss + loss_c, merge_stats(stats, stats_c)
+            del grad  # before the next chunk takes as much again
+        ctx.save_for_backward(grad_h, grad_E)
+        return loss, stats
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        grad_h, grad_E = ctx.saved_tensors
+        return grad_h * grad_loss, grad_E * grad_loss, None, None, None, None
+
+
+@torch.no_grad()
+def head_stats(h, E, targets, config, with_stats=True):
+    """The statistics of logits_to_loss for h (N, H), chunk by chunk and without gradients: evaluation."""
+    n = n_chunks(h, E)
+    h_op, E_op = product_operand(h, config), product_operand(E, config)
+    stats = {}
+    for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n), strict=True):
+        logits = (h_c @ E_op.T).to(getattr(torch, config.logits_dtype))
+        stats = merge_stats(stats, logits_to_loss(logits, targets_c, config, with_stats)[1])
+    return stats

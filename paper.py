@@ -1,13 +1,14 @@
-"""What the paper printed, as data, so that our numbers can stand beside it. Each table is named by its label in the paper."""
+"""What the paper printed, as data, to set beside our numbers; tab:... is its label of a table."""
 
 
 def table(text):
     """A block of text, its first line naming the columns, as a dict (row, column) -> number."""
     header, *lines = (line.split() for line in text.strip().splitlines())
-    return {(line[0], column): float(value) for line in lines for column, value in zip(header[1:], line[1:])}
+    return {(line[0], column): float(value) for line in lines
+            for column, value in zip(header[1:], line[1:], strict=True)}
 
 
-# Learning rate sensitivity by weight tying; the sum over the learning rates divided by (their number - 1), see `lrs` in tables.py.
+# Learning rate sensitivity by weight tying: the sum over the learning rates / (their number - 1).
 LRS = {
     0: table("""
         N     baseline  weight_decay  z_loss  soft_capping  mu_loss  mu_centering
@@ -72,7 +73,8 @@ METHODS = {
     'mu_centering': ('training', 'parameter shift', 'yes', 'yes'),
 }
 
-# what the table calls it, the paper's value, where a run's config.json has it; without a key it is fixed in model.py: tab:model_architecture
+# What the table calls it, the paper's value, and its name in config.json, or None if it is fixed in the code:
+# tab:model_architecture
 HYPERPARAMETERS = (
     ('optimizer', 'AdamW', None),
     ('β1', 0.9, 'beta1'),
@@ -81,7 +83,7 @@ HYPERPARAMETERS = (
     ('weight decay', 0.0, None),
     ('gradient clipping', 1.0, 'grad_clip'),
     ('dropout', 0.0, None),
-    ('weight tying', 'false & true', 'weight_tying'),
+    ('weight tying', 'false, true', 'weight_tying'),
     ('qk-layernorm', 'yes', None),
     ('bias', 'no', None),
     ('learning rate schedule', 'cosine decay', None),

@@ -1,242 +1,174 @@
 #!/usr/bin/env bash
-# A grid of runs: skips what is done, resumes what is half done, names what failed, then calls analyze.py.
+# A grid of runs: skips what is done, resumes what was stopped, names what failed, then calls analyze.py.
 #
-#   bash sweep.sh                 the paper's grid: 6 methods x 7 learning rates x 5 sizes x 2 tyings
-#   bash sweep.sh ablation        its λ grid: z_loss and mu_loss, untied
-#   bash sweep.sh demo            a grid for a CPU: prepares its data, minutes
-#   bash sweep.sh proxy           the drift until bf16 feels it, on a CPU, three seeds: prepares its data, under an hour on two cores
-#   bash sweep.sh status          what is done, running, waiting and failed of the sweeps in out/ (or of the one in OUT), and the time left
+#   bash sweep.sh            the paper's grid: 6 methods x 7 learning rates x 5 sizes x 2 tyings
+#   bash sweep.sh ablation   its grid of λ: z_loss and mu_loss, untied
+#   bash sweep.sh demo       a grid for a CPU without a network: minutes
+#   bash sweep.sh proxy      the drift until BF16 feels it, on a CPU, three seeds: under an hour on two cores
 #
-# Narrow or widen any of them by environment variables, lists separated by spaces:
-#   METHODS (default: the paper's six; all: those that it cites too; each also with +mu_centering)
-#   SIZES LRS TYING (untied tied) LAMS (default: each method's own) SEEDS STEPS
-#   NPROC   processes of a run (default: the GPUs there are, else 1)     JOBS     runs at a time (default 1; demo, proxy: the cores)
-#   OUT     folder of the runs (default out/<grid>)                      DATA     folder of the shards
-#   RETRIES tries again of a failed run (default 1)                      DRY_RUN=1  print one complete command a line, for this folder; run nothing
-#   LOGITS_DTYPE=float32  without the rounding of the logits to bf16 (default: as --dtype; demo, proxy: bfloat16); give it its own OUT
-#   WATCH=1 refresh the report, results/<sweep>/report.html, after each finished run (it is always written at the end)
-# Several sweeps may work on one OUT, from one machine or many: a run's folder is locked while it runs, and the others take the next.
+# Environment variables narrow or widen any of them; lists are separated by spaces:
+#   METHODS (all: every method; z_loss:1e-1 names a λ) SIZES LRS TYING (untied tied) LAMS SEEDS STEPS
+#   NPROC   processes per run (default: the GPUs there are, else 1)
+#   JOBS    runs at a time (default 1; of a CPU's grid, its cores)
+#   OUT     folder of the runs (default out/<grid>)
+#   DATA    folder of the shards
+#   LOGITS_DTYPE=float32 leaves out the rounding of the logits to bf16
+#   DRY_RUN=1 prints one complete command per line instead of running it
+# The same command again resumes and retries. Several sweeps may share one OUT: a run in training is locked.
+# `python analyze.py OUT` says what is done, running, waiting and failed.
 set -uf  # a * in a variable is no file name
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
-export LC_ALL=C
-cores() { env -u OMP_NUM_THREADS nproc 2>/dev/null || sysctl -n hw.ncpu; }  # nproc takes OMP_NUM_THREADS for them
-refuse() { printf 'error: %s\n' "${1//$'\n'/ }" >&2; exit 2; }
-[ $# -le 1 ] || refuse "one grid at a time, not '$*'"
+refuse() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-# One line a run of the plan in $1/logs: its state, name, seconds so far, step, steps.
-states() {
-  local name state log steps
-  while read -r name; do
-    log=$(grep -s '"elapsed"' "$1/$name/log.jsonl" | tail -n 1)
-    steps=$(sed -n 's/^  "steps": \([0-9]*\).*/\1/p' "$1/$name/config.json" 2>/dev/null)
-    if [ -f "$1/$name/result.json" ]; then state=done
-    elif [ -f "$1/$name/.lock" ] && ! python -c 'import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB); fcntl.flock(f, fcntl.LOCK_UN)' "$1/$name/.lock" 2>/dev/null
-    then state=running
-    elif [ -f "$1/logs/$name.failed" ]; then state=failed
-    else state=waiting; fi
-    printf '%s %s %d %d %d\n' $state "$name" "$(sed 's/.*"elapsed": \([0-9]*\).*/\1/' <<<"$log")" "$(sed 's/.*"step": \([0-9]*\).*/\1/' <<<"$log")" "${steps:-0}"
-  done <"$1/logs/plan"
-}
-
-if [ "${1-}" = status ]; then
-  [ -z "${OUT-}" ] || [ -f "$OUT/logs/plan" ] || refuse "OUT=$OUT: no sweep has worked there"
-  set +f
-  for plan in "${OUT:-out/"*"}"/logs/plan; do
-    out=${plan%/logs/plan}
-    [ -f "$plan" ] || refuse "no sweep has worked in out/; another folder is named by OUT"
-    printf '%s: ' "$out"
-    states "$out" | awk '  # time left: what the runs of a size take, so far, times what they still have to do
-      { size = $2; sub(/-.*/, "", size); part = $1 == "done" ? 1 : $5 ? $4 / $5 : 0; n[$1]++; seconds[size] += $3; parts[size] += part }
-      $1 == "running" || $1 == "waiting" { need[size] += 1 - part }
-      $1 == "running" { lines = lines "  running " $2 ", step " $4 " of " $5 "\n" }
-      $1 == "failed" { lines = lines "  failed " $2 "\n" }
-      END {
-        for (size in need) if (parts[size]) left += need[size] * seconds[size] / parts[size]; else if (need[size]) unknown = 1
-        printf "%d runs, %d done, %d running, %d waiting, %d failed, ", NR, n["done"], n["running"], n["waiting"], n["failed"]
-        if (unknown) print "time left not known yet"; else printf "about %d s left\n", left / (n["running"] ? n["running"] : 1)
-        printf "%s", lines
-      }'
-  done
-  exit
-fi
-
-export GRID=${1:-paper}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-export DEVICES=${CUDA_VISIBLE_DEVICES-$([ "$gpus" -gt 0 ] && seq -s, 0 $((gpus - 1)))}
-export GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
-ALSO= OWN_DATA= TOKENIZER=
+export DEVICES=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((gpus - 1)))}
+GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
+MORE= TOKENIZER= GRID=${1:-paper} PAPER='baseline weight_decay z_loss soft_capping mu_loss mu_centering'
 case $GRID in
-  paper)
-    : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}" "${SIZES:=16M 29M 57M 109M 221M}"
-    : "${LRS:=3e-4 1e-3 3e-3 1e-2 3e-2 1e-1 3e-1}" "${TYING:=untied tied}" "${STEPS:=100000}" "${DATA:=data/fineweb}" ;;
-  ablation)
-    : "${METHODS:=z_loss mu_loss}" "${SIZES:=16M 29M 57M 109M 221M}"
-    : "${LRS:=3e-4 1e-3 3e-3 1e-2 3e-2 1e-1 3e-1}" "${TYING:=untied}" "${LAMS:=1e-7 1e-4 1e-1 1e2}" "${STEPS:=100000}" "${DATA:=data/fineweb}" ;;
+  paper | ablation)
+    [ "$GRID" = paper ] || : "${METHODS:=z_loss mu_loss}" "${TYING:=untied}" "${LAMS:=1e-7 1e-4 1e-1 1e2}"
+    : "${SIZES:=16M 29M 57M 109M 221M}" "${LRS:=3e-4 1e-3 3e-3 1e-2 3e-2 1e-1 3e-1}" "${STEPS:=100000}"
+    : "${TYING:=untied tied}" "${DATA:=data/fineweb}" "${JOBS:=1}" "${NPROC:=$((GPUS > 0 ? GPUS : 1))}" ;;
   demo)
-    : "${METHODS:=baseline weight_decay z_loss soft_capping mu_loss mu_centering}"
-    [ "${LAMS:-}" ] || ALSO=1e-1  # of z_loss and mu_loss, beside the default
-    : "${SIZES:=tiny}" "${LRS:=1e-2 1e-1 3e-1}" "${TYING:=untied}" "${STEPS:=1000}" "${DATA:=data/stdlib}" "${NPROC:=1}"
-    : "${JOBS:=$(cores)}"
-    : "${LOGITS_DTYPE:=bfloat16}"
-    OWN_DATA=data/stdlib TOKENIZER=bytes
-    export OMP_NUM_THREADS=1 ;;
-  proxy)  # few tokens a step, each rare, and a narrow model: what makes the drift fast (README, What we measured)
-    : "${METHODS:=baseline z_loss mu_loss mu_centering}" "${SIZES:=tiny}" "${LRS:=1e-2 3e-2 1e-1 3e-1}" "${SEEDS:=1 2 3}"
-    : "${TYING:=untied}" "${STEPS:=32000}" "${DATA:=data/stdlib_bpe}" "${NPROC:=1}" "${JOBS:=$(cores)}"
-    : "${LOGITS_DTYPE:=bfloat16}"
-    OWN_DATA=data/stdlib_bpe TOKENIZER='bpe --val_tokens=1e6'
-    export OMP_NUM_THREADS=1 ;;
-  *) refuse "no grid '$GRID'; should be paper, ablation, demo, proxy or status" ;;
+    : "${METHODS:=baseline weight_decay z_loss z_loss:1e-1 soft_capping mu_loss mu_loss:1e-1 mu_centering}"
+    : "${LRS:=1e-2 1e-1 3e-1}" "${STEPS:=1000}" "${DATA:=data/stdlib}"
+    TOKENIZER=bytes MORE='--batch_size=8 --block_size=128 --log_every=2' ;;
+  proxy)  # few tokens per step, each of them rare, and a narrow model: what makes the drift fast
+    : "${METHODS:=baseline z_loss mu_loss mu_centering}" "${LRS:=1e-2 3e-2 1e-1 3e-1}" "${STEPS:=32000}"
+    : "${SEEDS:=1 2 3}" "${DATA:=data/stdlib_bpe}"
+    TOKENIZER='bpe --val_tokens=1e6'
+    MORE='--n_layer=1 --n_embd=8 --n_head=1 --batch_size=4 --block_size=16 --compile --log_every=50' ;;
+  *) refuse "no grid '$GRID'; should be paper, ablation, demo or proxy" ;;
 esac
-: "${SEEDS:=1}" "${NPROC:=$((GPUS > 0 ? GPUS : 1))}" "${JOBS:=1}" "${OUT:=out/$GRID}" "${RETRIES:=1}" "${DRY_RUN:=0}" "${WATCH:=0}"
-for name in NPROC JOBS STEPS RETRIES; do
-  case ${!name} in *[!0-9]* | '' | 0?* | ??????????*) refuse "$name should be a whole number, is '${!name}'" ;; esac
-done
-for name in NPROC JOBS STEPS; do
-  [ "${!name}" -gt 0 ] || refuse "$name should be at least 1"
-done
-# a list's name, what its entries should be, the pattern that says so
-each_should() {
-  local x
-  [[ ${!1} == *[![:space:]]* ]] || refuse "$1 is empty; should be $2"
-  for x in ${!1}; do [[ $x =~ ^($3)$ ]] || refuse "$1 has '$x'; should be $2"; done
-}
-one_of() { each_should "$1" "some of $(xargs <<<"$2")" "$(xargs <<<"$2" | tr ' ' '|')"; }
-all=$(awk '/^METHODS = /{on = 1} on{print} on && /\)/{exit}' model.py | sed 's/METHODS = //' | tr -d "(),'" | xargs)
-[ "$METHODS" != all ] || METHODS=$all
-each_should METHODS "some of $all, each also with +mu_centering" "(${all// /|})([+]mu_centering)?"
-one_of SIZES "$(sed -n "s/^    '\(.*\)': dict(n_layer.*/\1/p" model.py)"
-one_of TYING 'untied tied'
-each_should LRS 'numbers above 0, such as 1e-1' '[0-9]*[1-9][0-9]*[.]?[0-9]*([eE][-+]?[0-9]+)?|[0-9]*[.][0-9]*[1-9][0-9]*([eE][-+]?[0-9]+)?'
-[ -z "${LAMS-}" ] || each_should LAMS 'numbers, such as 1e-4' '([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][-+]?[0-9]+)?'
-[ -z "${LOGITS_DTYPE:=}" ] || one_of LOGITS_DTYPE 'bfloat16 float32'
-each_should SEEDS 'whole numbers' '0|[1-9][0-9]{0,9}'
+[ $# -le 1 ] || refuse "one grid at a time, not '$*'"
+if [ "$TOKENIZER" ]; then  # a grid for a CPU
+  MORE+=' --device=cpu --threads=1 --eval_every=0'
+  : "${SIZES:=tiny}" "${LOGITS_DTYPE:=bfloat16}" "${JOBS:=$(getconf _NPROCESSORS_ONLN)}" "${NPROC:=1}"
+  export OMP_NUM_THREADS=1
+fi
+: "${METHODS:=$PAPER}" "${TYING:=untied}" "${LAMS:=}" "${SEEDS:=1}" "${OUT:=out/$GRID}" "${LOGITS_DTYPE:=}"
 case $OUT in -*) OUT=./$OUT ;; esac
-[ -d "$DATA" ] || [ "$DRY_RUN" != 0 ] || [ "$DATA" = "$OWN_DATA" ] || refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
-export LOGITS_DTYPE STEPS DATA OUT NPROC JOBS RETRIES
+for name in NPROC JOBS; do
+  [[ ${!name} =~ ^[1-9][0-9]{0,3}$ ]] || refuse "$name should be a whole number from 1, is '${!name}'"
+done
+MORE+="${LOGITS_DTYPE:+ --logits_dtype=$LOGITS_DTYPE} --steps=$STEPS"
+export METHODS SIZES LRS TYING LAMS SEEDS STEPS NPROC JOBS OUT DATA MORE GPUS
 
-# The plan: seven fields a run, each ended by a NUL, so that nothing in them is taken for code.
-plan() {
-  local size tying lr method head own lam lams seed name defaults
-  defaults=" $(sed -n 's/^LAM = //p' model.py | tr -d "{}',:") "  # name λ name λ ...
-  for size in $SIZES; do for tying in $TYING; do for lr in $LRS; do for method in $METHODS; do
-    head=${method%+mu_centering}
-    own=${defaults#* "$head" }
-    if [ "$own" = "$defaults" ]; then own=; lams=1e-4; else own=${own%% *}; lams=${LAMS:-$own}; fi
-    case $head in weight_decay) lams=$own ;; z_loss | mu_loss) lams+=" ${ALSO:-}" ;; esac
-    for lam in $lams; do for seed in $SEEDS; do
-      name=$size-$tying-$method
-      [ "$own" ] && name+=-lam$(printf %g "$lam")
-      printf '%s\0' "$name-lr$(printf %g "$lr")-s$seed" "$size" "$tying" "$method" "$lr" "$lam" "$seed"
-    done; done
-  done; done; done; done
-}
+# The plan: per run a line with its name and its flags, from Python, which knows methods, flags and names.
+plan=$(python - <<'PLAN'
+import itertools, os
+from common import UserError, parse_args, run
+from model import METHODS, base_method
+from train import parser, run_name
 
-# Sets COMMAND for one run of the plan.
+def main(_):
+    lists = {name: os.environ[name].split() for name in ('SIZES', 'TYING', 'LRS', 'METHODS', 'SEEDS')}
+    for name, values in lists.items():
+        if not values:
+            raise UserError(f'{name} is empty')
+    if not set(lists['TYING']) <= {'untied', 'tied'}:
+        raise UserError(f'TYING should have untied, tied or both, is {os.environ["TYING"]!r}')
+    lists['METHODS'] = list(METHODS) if lists['METHODS'] == ['all'] else lists['METHODS']
+    found = {}
+    for size, tying, lr, method, seed in itertools.product(*lists.values()):
+        method, _, lam = method.partition(':')
+        lams = os.environ['LAMS'].split() if METHODS.get(base_method(method)) and not lam else []
+        for lam in lams or [lam]:
+            flags = [f'--method={method}', f'--lr={lr}', f'--size={size}', f'--seed={seed}']
+            flags += [f'--lam={lam}'] if lam else []
+            flags += ['--weight_tying'] if tying == 'tied' else []
+            found[run_name(parse_args(parser(), flags + os.environ['MORE'].split()))] = flags
+    for name, flags in found.items():
+        print(name, *flags)
+
+run(main)
+PLAN
+) || exit
+[ -d "$DATA" ] || [ "$TOKENIZER" ] || [ "${DRY_RUN:-0}" != 0 ] ||
+  refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
+export NAMES=$(cut -d' ' -f1 <<<"$plan")
+
+# Sets COMMAND for a line of the plan.
 command_of() {
+  local name=${1%% *} flags=${1#* }
   COMMAND=(python)
   [ "$NPROC" -gt 1 ] && COMMAND=(torchrun --standalone --nproc_per_node="$NPROC")
-  COMMAND+=(train.py --method="$4" --lr="$5" --size="$2" --lam="$6" --seed="$7" --steps="$STEPS" --data="$DATA" --out="$OUT/$1")
-  [ "$3" = tied ] && COMMAND+=(--weight_tying)
-  [ "$LOGITS_DTYPE" ] && COMMAND+=(--logits_dtype="$LOGITS_DTYPE")
-  [ "$GRID" = demo ] && COMMAND+=(--batch_size=8 --block_size=128 --device=cpu --threads=1 --eval_every=0)
-  [ "$GRID" = proxy ] && COMMAND+=(--n_layer=1 --n_embd=8 --n_head=1 --batch_size=4 --block_size=16
-                                   --device=cpu --threads=1 --compile --eval_every=0 --log_every=200)
-  return 0
+  COMMAND+=(train.py $flags $MORE --data="$DATA" --out="$OUT/$name")
 }
 
-# How many runs of the plan are done.
-count_finished() {
+count_done() {
   local name n=0
   for name in $NAMES; do [ -f "$OUT/$name/result.json" ] && n=$((n + 1)); done
   echo "$n"
 }
 
-# One run, its output in $OUT/logs; 255 makes xargs stop where the run was interrupted.
+# Runs a line of the plan, with its output in $OUT/logs. 255 makes xargs stop: the sweep was told to.
 run_one() {
-  local log=$OUT/logs/$1.log status try told= first=$SECONDS
-  trap 'told=1' TERM INT  # the run has been told as well: it saves and says so
-  [ -f "$OUT/$1/result.json" ] && return 0
-  rm -f "$OUT/logs/$1.failed"
-  command_of "$@"
-  # several jobs on several GPUs: each gets its own
-  [ "$GPUS" -ge $((NPROC * JOBS)) ] && [ "$JOBS" -gt 1 ] &&
+  local name=${1%% *} told= status n seconds progress
+  [ -f "$OUT/$name/result.json" ] && return 0
+  trap 'told=1' TERM INT  # the run was told as well: it saves and says so
+  command_of "$1"
+  rm -f "$OUT/logs/$name.failed"
+  if [ "$GPUS" -ge $((NPROC * JOBS)) ] && [ "$JOBS" -gt 1 ]; then  # each job has its own GPUs
     export CUDA_VISIBLE_DEVICES=$(cut -d, -f$((SLOT * NPROC + 1))-$((SLOT * NPROC + NPROC)) <<<"$DEVICES")
-  for ((try = 0; try <= RETRIES; try++)); do
-    "${COMMAND[@]}" >>"$log" 2>&1 </dev/null
-    status=$?
-    if [ "$told" ] && [ $status != 0 ]; then status=143; fi  # torchrun ends with 1, whatever its processes said
-    case $status in 0 | 2 | 3 | 130 | 143) break ;; esac
-  done
-  local finished=$(count_finished) seconds=$(($(date +%s) - BEGIN)) line
-  line="[$finished/$TOTAL, $seconds s"
-  [ "$finished" -gt "$ALREADY" ] && line+=", about $((seconds * (TOTAL - finished) / (finished - ALREADY))) s left"
-  line+="]"
+  fi
+  "${COMMAND[@]}" >>"$OUT/logs/$name.log" 2>&1 </dev/null
+  status=$?
+  [ "$told" ] && [ $status != 0 ] && status=143  # torchrun ends with 1 however its processes ended
+  n=$(count_done) seconds=$(($(date +%s) - BEGIN)) progress=
+  [ "$n" -gt "$ALREADY" ] && progress=", about $((seconds * (TOTAL - n) / (n - ALREADY))) s left"
+  progress="[$n/$TOTAL$progress] $name:"
   case $status in
-    0) echo "$line $1: $(tail -n 1 "$log" | cut -d, -f1) ($((SECONDS - first)) s)" ;;
-    3) echo "$line $1: another process is at it" ;;
-    130 | 143) echo "$line $1: interrupted, the same command goes on from its checkpoint"; touch "$INTERRUPTED"; return 255 ;;
-    *) echo "$line $1: FAILED with status $status: $(tail -n 1 "$log" | cut -c1-200)"
-       touch "$OUT/logs/$1.failed"; return 1 ;;
+    0) echo "$progress $(tail -n 1 "$OUT/logs/$name.log" | cut -d, -f1)" ;;
+    3) echo "$progress another process is at work on it" ;;
+    130 | 143) echo "$progress stopped, the same command resumes it"; touch "$STOPPED"; return 255 ;;
+    *) echo "$progress FAILED with status $status: $(tail -n 1 "$OUT/logs/$name.log" | cut -c1-200)"
+       touch "$OUT/logs/$name.failed" ;;
   esac
 }
-export -f command_of count_finished run_one
+export -f command_of count_done run_one
 
-if [ "$DRY_RUN" != 0 ]; then
-  plan | xargs -0 -n 7 bash -c 'command_of "$@"; printf "%q " "${COMMAND[@]}"; echo' sweep
+if [ "${DRY_RUN:-0}" != 0 ]; then
+  while read -r line; do command_of "$line"; printf '%q ' "${COMMAND[@]}"; echo; done <<<"$plan"
   exit
 fi
-
-if [ "$DATA" = "$OWN_DATA" ]; then
+if [ "$TOKENIZER" ] && [ ! -f "$DATA/meta.json" ]; then
   python prepare_fineweb.py --source=stdlib --tokenizer=$TOKENIZER --out="$DATA" || exit
 fi
-export NAMES=$(plan | tr '\0' '\n' | awk 'NR % 7 == 1')
-export TOTAL=$(($(wc -w <<<"$NAMES"))) BEGIN=$(date +%s) ALREADY=$(count_finished)
-export INTERRUPTED=$OUT/logs/interrupted.$$
-mkdir -p "$OUT/logs" && rm -f "$INTERRUPTED" && touch "$OUT/logs/plan" || exit 1
-plan_now=$(sort -u "$OUT/logs/plan" - <<<"$NAMES") && printf '%s\n' "$plan_now" >"$OUT/logs/plan.$$" && mv "$OUT/logs/plan.$$" "$OUT/logs/plan" || exit 1
-echo "$TOTAL runs in $OUT, $ALREADY of them done, $JOBS at a time; the output of each is in $OUT/logs"
-if [ "$GPUS" -gt 0 ]; then slot=--process-slot-var=SLOT; else slot=; fi
-watching=$OUT/logs/watching.$$
+mkdir -p "$OUT/logs" || exit 1
+export TOTAL=$(wc -l <<<"$plan") ALREADY=$(count_done) BEGIN=$(date +%s) STOPPED=$OUT/logs/stopped.$$
+touch "$OUT/logs/plan"
+names=$(sort -u "$OUT/logs/plan" - <<<"$NAMES") && printf '%s\n' "$names" >"$OUT/logs/plan.$$" &&
+  mv "$OUT/logs/plan.$$" "$OUT/logs/plan" || exit 1
+echo "$((TOTAL)) runs in $OUT, $ALREADY of them done, $JOBS at a time; the output of each is in $OUT/logs"
 
-# Analyzes again whenever more runs are done, until $watching goes or this script ends.
-watch() {
-  local seen=$ALREADY now
-  while [ -f "$watching" ] && kill -0 $$ 2>/dev/null; do
-    now=$(count_finished)
-    [ "$now" -gt "$seen" ] && python analyze.py "$OUT" >"$OUT/logs/analyze.log" 2>&1 </dev/null
-    seen=$now
-    sleep 1
-  done
-}
-
-# a process group of their own, so that a signal to this script stops and saves all runs; SIGUSR1 has them save alone
+# The runs are a process group of their own, so that a signal to this script reaches and saves them all.
 trap '' USR1
 set -m
-plan | xargs -0 -n 7 -P "$JOBS" $slot bash -c 'run_one "$@"' sweep &
+slot=$([ "$GPUS" -eq 0 ] || echo --process-slot-var=SLOT)  # which xargs has on Linux only
+printf '%s' "$plan" | tr '\n' '\0' | xargs -0 -n 1 -P "$JOBS" $slot bash -f -c 'run_one "$1"' sweep &
 set +m
 runs=$(jobs -p) xargs=$! stopped=0
-if [ "$WATCH" != 0 ]; then touch "$watching"; watch & fi
 trap 'kill -USR1 -- -"$runs"' USR1
 trap 'stopped=130; kill -INT -- -"$runs"' INT
 trap 'stopped=143; kill -TERM -- -"$runs"' TERM HUP
 while wait "$xargs"; [ $? -gt 128 ] && kill -0 -- -"$runs" 2>/dev/null; do :; done
-for ((i = 0; stopped > 0 && i < 300; i++)); do kill -0 -- -"$runs" 2>/dev/null || break; sleep 0.2; done  # until they have saved
+for ((i = 0; stopped > 0 && i < 300; i++)); do  # until they have saved
+  kill -0 -- -"$runs" 2>/dev/null || break
+  sleep 0.2
+done
 trap - INT TERM HUP
-rm -f "$watching"
-if [ -f "$INTERRUPTED" ] || [ "$stopped" -gt 0 ]; then
-  rm -f "$INTERRUPTED"
-  echo "stopped; bash sweep.sh $GRID goes on" >&2
+if [ -f "$STOPPED" ] || [ "$stopped" -gt 0 ]; then
+  rm -f "$STOPPED"
+  echo "stopped; bash sweep.sh $GRID resumes" >&2
   exit $((stopped > 0 ? stopped : 130))
 fi
 
-wait  # a refresh that is at work holds the folder of the results
 python analyze.py "$OUT" --theory
 status=$?
-failed=$(for name in $NAMES; do [ -f "$OUT/logs/$name.failed" ] && printf '%s\n' "$name"; done)
-if [ -n "$failed" ]; then
-  printf '%s\n' "FAILED, see $OUT/logs/<name>.log:" "$failed" >&2
+failed=$(for name in $NAMES; do [ -f "$OUT/logs/$name.failed" ] && echo "$name"; done)
+if [ "$failed" ]; then
+  printf '%s\n' "FAILED, see $OUT/logs/<name>.log; the same command tries again:" "$failed" >&2
   exit 1
 fi
-[ "$(count_finished)" = "$TOTAL" ] || echo "$((TOTAL - $(count_finished))) runs are not done: another process has them; the same command takes up what it leaves"
 exit $status

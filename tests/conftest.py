@@ -1,0 +1,68 @@
+"""What the tests share: programs run as a user runs them, a small corpus, one real sweep."""
+import gc
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import prepare_fineweb
+from common import UserError
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
+       'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
+
+
+def python(*args, check=0, cwd=ROOT, **env):
+    """Runs a program of the project as a user would and asserts its exit status; returns the finished process."""
+    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**ENV, **env}, capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+def refused(call, *named, status=2):
+    """Asserts that call() raises a UserError with this status whose one line names each of `named`."""
+    with pytest.raises(UserError) as caught:
+        call()
+    line, found = str(caught.value), caught.value.status
+    del caught
+    gc.collect()  # the traceback holds main's frame, and that one the folder's lock
+    assert found == status and '\n' not in line and all(str(name) in line for name in named), line
+
+
+def links(folder):
+    """Fills a folder with links to the project's files: a checkout in which a sweep writes nothing of the user's."""
+    os.makedirs(folder, exist_ok=True)
+    for name in os.listdir(ROOT):
+        if name.endswith(('.py', '.sh', '.html')):
+            os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
+    return folder
+
+
+def sweep(folder, grid='demo', check=0, **env):
+    """Runs sweep.sh in a folder of links; asserts its exit status and returns the finished process."""
+    done = subprocess.run(['bash', 'sweep.sh', *grid.split()], cwd=folder, env={**ENV, **env}, capture_output=True,
+                          text=True, timeout=600)
+    assert done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope='session')
+def corpus(tmp_path_factory):
+    """Shards of the standard library's source in bytes: one val shard and two train shards."""
+    folder = str(tmp_path_factory.mktemp('data') / 'stdlib')
+    prepare_fineweb.main(['--source=stdlib', '--tokenizer=bytes', f'--out={folder}', '--val_tokens=20000',
+                          '--tokens=90000', '--shard_tokens=50000', '--workers=1'])
+    return folder
+
+
+@pytest.fixture(scope='session')
+def swept(corpus, tmp_path_factory):
+    """One real sweep of two methods at two learning rates: .folder, .out (the runs), .results, .stdout."""
+    folder = links(str(tmp_path_factory.mktemp('swept') / 'checkout'))
+    done = sweep(folder, METHODS='baseline mu_centering', LRS='1e-2 1e-1', STEPS='60', DATA=corpus)
+    return SimpleNamespace(folder=folder, out=os.path.join(folder, 'out', 'demo'), stdout=done.stdout,
+                           results=os.path.join(folder, 'results', 'demo'))

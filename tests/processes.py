@@ -1,0 +1,105 @@
+"""Programs in processes of their own, to be killed, starved of disk and started twice."""
+import glob
+import hashlib
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from unittest import mock
+
+import common
+
+# Processes that start in a moment: forked from a server that has imported all this and done nothing with it.
+START = multiprocessing.get_context('forkserver')
+START.set_forkserver_preload(['train', 'prepare_fineweb', 'test_prepare', 'test_faults'])
+SERVER_ENV = {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}  # where it finds the above
+STARTED = []
+
+
+def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=None):
+    """
+    Starts main(argv) as a program in a process and returns the process. Its errors go to the file
+    `stderr`, `env` is added to its environment, `file_limit` is the most bytes that a file may have
+    (writing more fails as it does on a full disk, for root as well), `prepare` () is called in it first.
+    """
+    started = START.Process(target=in_process, args=(main, argv, str(stderr), env or {}, file_limit, prepare))
+    with mock.patch.dict(os.environ, SERVER_ENV):  # the first call starts the server
+        started.start()
+    STARTED.append(started)
+    return started
+
+
+def in_process(main, argv, stderr, env, file_limit, prepare):
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.environ.update(env)
+    if file_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    if prepare:
+        prepare()
+    sys.argv[1:] = argv
+    common.run(main)
+
+
+def finish(started, status, seconds=120):
+    """Waits for a process and asserts its exit status."""
+    started.join(seconds)
+    if started.exitcode is None:
+        for one in STARTED:  # or they would keep pytest from ending
+            one.kill()
+    assert started.exitcode == status, started.exitcode
+
+
+def wait_until(condition, pause=0.002, seconds=60):
+    """Returns once condition() holds; pause=0 asks as often as it can."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + seconds
+        if pause:
+            time.sleep(pause)
+
+
+def stamp(path):
+    """What changes when a file is written; None where the file is missing."""
+    try:
+        return os.stat(path).st_mtime_ns, os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def folder_hash(folder, but=('.lock',)):
+    """The hash of every file under a folder by its path in there, but for files of the names in `but`."""
+    found = {}
+    for path in glob.glob('**', root_dir=folder, recursive=True, include_hidden=True):
+        full = os.path.join(folder, path)
+        if os.path.isfile(full) and os.path.basename(path) not in but:
+            with open(full, 'rb') as file:
+                found[path] = hashlib.sha256(file.read()).hexdigest()
+    return found
+
+
+def children(pid):
+    """The processes that `pid` has started (Linux)."""
+    try:
+        with open(f'/proc/{pid}/task/{pid}/children') as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+
+
+def gone(pid):
+    """Whether a process has ended, even if nobody has waited for it yet (Linux)."""
+    try:
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rsplit(')', 1)[1].split()[0] in 'ZX'
+    except OSError:
+        return True
+
+
+def one_line(path):
+    """The one line in a file of errors."""
+    with open(path) as file:
+        text = file.read()
+    assert text.startswith('error: ') and text.count('\n') == 1, text
+    return text

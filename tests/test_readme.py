@@ -1,0 +1,108 @@
+"""What README.md says: links to lines, numbers of csv files, a method added as it explains."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pandas as pd
+from conftest import ENV, ROOT
+
+from model import METHODS
+
+PUBLISHED = os.path.join(ROOT, 'results', 'published_here')
+
+
+def read(*path):
+    with open(os.path.join(ROOT, *path), encoding='utf-8') as file:
+        return file.read()
+
+
+def test_every_link_is_there_and_links_to_lines_name_what_they_are_about():
+    for readme, folder in (('README.md', ROOT), ('results/published_here/README.md', PUBLISHED)):
+        for file, line in re.findall(r'\]\((?!http)([^)#]+)(?:#L(\d+))?\)', read(readme)):
+            assert os.path.exists(os.path.join(folder, file)), file
+            assert line == '' or readme == 'README.md'
+    for name, file, line in re.findall(r'\[`(\w+)`\]\((\w+\.py)#L(\d+)\)', read('README.md')):
+        assert read(file).splitlines()[int(line) - 1].startswith(f'def {name}('), (name, line)
+    table = re.findall(r'^\| `(\w+)` \|.*\((\w+\.py)#L(\d+)\) \|$', read('README.md'), re.M)
+    assert [method for method, _, _ in table] == list(METHODS)
+    for method, file, line in table:
+        code = {'baseline': 'loss = log_z', 'mu_centering': 'if centers(args.method)'}
+        pattern = f"^ +(if |if config\\.)?{re.escape(code.get(method, f'method == {method!r}'))}"
+        assert re.search(pattern, read(file).splitlines()[int(line) - 1]), method
+
+
+def cells_of(line):
+    return [cell.strip() for cell in line.strip().strip('|').split('|')]
+
+
+def half_a_unit(text):
+    """Half a unit of the last digit that a number in a table shows."""
+    mantissa, _, exponent = text.partition('e')
+    return 0.5 * 10.0 ** (int(exponent or 0) - len(mantissa.partition('.')[2]))
+
+
+def rows_of(file):
+    rows = pd.read_csv(os.path.join(PUBLISHED, file))
+    for column in ('logit_mean_spread', 'rounding_loss', 'lr_sum'):
+        if column not in rows:
+            rows[column] = float('nan')
+    schedule = rows.steps * (0.05 * rows.lr + 0.95 * (rows.lr + 1e-5) / 2 - 0.05 * rows.lr / 2)
+    rows['lr_sum'] = rows.lr_sum.fillna(schedule)  # a linear warm-up over 5% of the steps, then a cosine
+    return rows.assign(rms=(rows.logit_mean ** 2 + rows.logit_mean_spread ** 2) ** 0.5)
+
+
+def assert_row(rows, method, lr, shown, columns):
+    """Each number of a table is the mean over the seeds of the csv's rows, to the digits that it shows."""
+    part = rows[(rows.method == method) & (rows.lr == float(lr))]
+    assert len(part)
+    for text, column in zip(shown, columns, strict=True):
+        number = text.replace(',', '')
+        assert abs(float(number) - part[column].mean()) <= 1.001 * half_a_unit(number), (method, lr, column)
+
+
+def test_every_number_of_the_measured_tables_is_that_of_the_csv():
+    names = {'baseline': 'baseline', 'z-loss': 'z_loss', 'μ-loss': 'mu_loss', 'μ-centering': 'mu_centering'}
+    ours = rows_of('proxy/results.csv')
+    columns = ['lr_sum', 'mu_norm', 'rms', 'test_loss', 'rounding_loss']
+    short = re.findall(r'^\| 0\.\d+ \|.*$', read('README.md'), re.M)
+    assert len(short) == 4
+    for line in short:
+        lr, *shown = cells_of(line)
+        assert_row(ours, 'baseline', lr, shown, columns)
+    table = re.findall(r'^\|[^|]+, lr .*$', read('results', 'published_here', 'README.md'), re.M)
+    assert len(table) == 7
+    for line in table:
+        cells = cells_of(line)
+        theirs, mine = cells[:5], cells[6:]
+        for rows, (label, *shown), which in (
+                (rows_of('authors_16M.csv'), theirs, ['lr_sum', 'mu_norm', 'logit_mean', 'test_loss']),
+                (ours, mine, columns)):
+            method, lr = label.split(', lr ')
+            assert_row(rows, names[method], lr, shown, which)
+
+
+def test_a_method_can_be_added_as_the_readme_says(tmp_path):
+    """The lines of the diff, put where it says, in a copy: the method trains, and holds to its equation."""
+    block = re.search(r'```diff\n(.*?)```', read('README.md'), re.S).group(1)
+    pieces = re.split(r'^--- (\w+\.py).*\n', block, flags=re.M)[1:]
+    added = {file: [line[1:] for line in text.splitlines()]
+             for file, text in zip(pieces[::2], pieces[1::2], strict=True)}
+    for name in os.listdir(ROOT):
+        if name.endswith('.py'):
+            shutil.copy(os.path.join(ROOT, name), tmp_path)
+
+    def insert(file, before, lines):
+        path = tmp_path / file
+        text = path.read_text(encoding='utf-8')
+        assert text.count(before) == 1, (file, before)
+        path.write_text(text.replace(before, '\n'.join(lines) + '\n' + before), encoding='utf-8')
+    insert('model.py', "    'max_z_loss': 2e-4", added['model.py'][:1])
+    insert('model.py', "    if config.method == 'max_z_loss'", added['model.py'][1:])
+    insert('test_facts.py', "    if method == 'max_z_loss'", added['test_facts.py'])
+    insert('plots.py', 'STYLES = ', ['COLORS |= {', *added['plots.py'], '}'])
+    tests = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_facts.py', '-k',
+             'l2_logits and (equation or gradcheck)']
+    done = subprocess.run(tests, cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0 and '4 passed' in done.stdout, done.stdout + done.stderr
