@@ -262,11 +262,11 @@ def diverged(steps, losses, n_steps, warmup):
 
 def write_csv(path, rows):
     """Writes a DataFrame: whole numbers without a point, unknown ones empty, but a test loss as nan."""
-    def show(x):
+    def show(x, column):
+        if pd.isna(x):
+            return 'nan' if column == 'test_loss' else ''
         return int(x) if isinstance(x, float) and x.is_integer() and abs(x) < 2**53 else x
-    cells = pd.DataFrame({column: [show(x) for x in rows[column]] for column in rows}, dtype=object)
-    if 'test_loss' in cells:
-        cells['test_loss'] = cells.test_loss.fillna('nan')
+    cells = pd.DataFrame({column: [show(x, column) for x in rows[column]] for column in rows}, dtype=object)
     write_atomic(path, lambda file: cells.to_csv(file, index=False, lineterminator='\n'), mode='w')
 
 
@@ -284,6 +284,7 @@ def parse(cells, required):
         else:
             words = words.str.lower().replace({'true': '1', 'false': '0'})
             values = pd.to_numeric(words, errors='coerce')
+            values = words.where(values.notna(), 'nan').astype(float)  # all bits, unlike to_numeric's
             wanted, holds = SHOULD.get(column, ('a number', lambda x: x.notna()))
             good = holds(values) | (words == '') | (words == 'nan') & (column not in SHOULD)
         if column in required:
@@ -299,10 +300,11 @@ def read_csv(path, columns, required):
     """These columns of a csv, parsed; one that it lacks is empty. Raises UserError if it is no such csv."""
     try:
         with open(path, encoding='utf-8-sig', newline='') as file:
-            # the first line is read like the others, so that none may have more cells
-            names, *lines = pd.read_csv(file, header=None, dtype=str, keep_default_na=False).values.tolist()
+            # with header=None no line may have more cells than the first; the C engine ends a cell at a NUL
+            cells = pd.read_csv(file, header=None, dtype=str, keep_default_na=False, engine='python')
     except (OSError, ValueError) as error:
         raise UserError(f'{path}: not readable as csv ({error})') from error
+    names, *lines = cells.fillna('').values.tolist()
     names = [name.strip() for name in names]
     missing = [column for column in required if column not in names]
     if missing:

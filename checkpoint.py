@@ -91,15 +91,24 @@ class Run:
         if self.master:
             make_folder(self.folder)
             self.lock = lock_folder(self.folder)
-            if self.has('result.json') and self.has('ckpt.pt'):  # killed between the two
-                os.unlink(self.path('ckpt.pt'))
 
-    def checkpoint(self):
-        """The checkpoint to resume from, or None. Raises UserError if it is not one of this run."""
+    def result(self):
+        """What result.json says if the run is done, else None. Raises UserError if it is damaged."""
+        if not self.has('result.json'):
+            return None
+        result = read_json(self.path('result.json'))
+        self.remove_checkpoint()  # left there by a run that was killed between the two
+        return result
+
+    def checkpoint(self, counters):
+        """The checkpoint to resume from, with such counters, or None. UserError if it does not fit."""
         if not self.has('ckpt.pt'):
             return None
         checkpoint = load_checkpoint(self.path('ckpt.pt'))
         check_settings(self.path('ckpt.pt'), checkpoint['config'], self.settings)
+        if checkpoint['counters'].keys() != counters.keys():
+            raise UserError(f'{self.path("ckpt.pt")}: another version of train.py made it, with counters '
+                            f'{", ".join(checkpoint["counters"])}; move it away to start from the beginning')
         return checkpoint
 
     def begin(self, step):
@@ -153,8 +162,11 @@ class Run:
         """Writes result.json, after which the run is done, and removes the checkpoint."""
         if self.master:
             write_json(self.path('result.json'), result)
-            if self.has('ckpt.pt'):
-                os.unlink(self.path('ckpt.pt'))
+            self.remove_checkpoint()
+
+    def remove_checkpoint(self):
+        if self.master and self.has('ckpt.pt'):
+            os.unlink(self.path('ckpt.pt'))
 
     def close(self):
         """Lets go of the folder."""

@@ -23,7 +23,7 @@ refuse() { printf 'error: %s\n' "$*" >&2; exit 2; }
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 export DEVICES=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((gpus - 1)))}
 GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
-MORE= TOKENIZER= GRID=${1:-paper} PAPER='baseline weight_decay z_loss soft_capping mu_loss mu_centering'
+MORE= TOKENIZER= OWN_DATA= GRID=${1:-paper} PAPER='baseline weight_decay z_loss soft_capping mu_loss mu_centering'
 case $GRID in
   paper | ablation)
     [ "$GRID" = paper ] || : "${METHODS:=z_loss mu_loss}" "${TYING:=untied}" "${LAMS:=1e-7 1e-4 1e-1 1e2}"
@@ -32,11 +32,11 @@ case $GRID in
   demo)
     : "${METHODS:=baseline weight_decay z_loss z_loss:1e-1 soft_capping mu_loss mu_loss:1e-1 mu_centering}"
     : "${LRS:=1e-2 1e-1 3e-1}" "${STEPS:=1000}" "${DATA:=data/stdlib}"
-    TOKENIZER=bytes MORE='--batch_size=8 --block_size=128 --log_every=2' ;;
+    OWN_DATA=data/stdlib TOKENIZER=bytes MORE='--batch_size=8 --block_size=128 --log_every=2' ;;
   proxy)  # few tokens per step, each of them rare, and a narrow model: what makes the drift fast
     : "${METHODS:=baseline z_loss mu_loss mu_centering}" "${LRS:=1e-2 3e-2 1e-1 3e-1}" "${STEPS:=32000}"
     : "${SEEDS:=1 2 3}" "${DATA:=data/stdlib_bpe}"
-    TOKENIZER='bpe --val_tokens=1e6'
+    OWN_DATA=data/stdlib_bpe TOKENIZER='bpe --val_tokens=1e6'
     MORE='--n_layer=1 --n_embd=8 --n_head=1 --batch_size=4 --block_size=16 --compile --log_every=50' ;;
   *) refuse "no grid '$GRID'; should be paper, ablation, demo or proxy" ;;
 esac
@@ -84,7 +84,7 @@ def main(_):
 run(main)
 PLAN
 ) || exit
-[ -d "$DATA" ] || [ "$TOKENIZER" ] || [ "${DRY_RUN:-0}" != 0 ] ||
+[ -d "$DATA" ] || [ "$DATA" = "$OWN_DATA" ] || [ "${DRY_RUN:-0}" != 0 ] ||
   refuse "DATA=$DATA: no such folder; make it with prepare_fineweb.py --out"
 export NAMES=$(cut -d' ' -f1 <<<"$plan")
 
@@ -132,7 +132,7 @@ if [ "${DRY_RUN:-0}" != 0 ]; then
   while read -r line; do command_of "$line"; printf '%q ' "${COMMAND[@]}"; echo; done <<<"$plan"
   exit
 fi
-if [ "$TOKENIZER" ] && [ ! -f "$DATA/meta.json" ]; then
+if [ "$DATA" = "$OWN_DATA" ]; then
   python prepare_fineweb.py --source=stdlib --tokenizer=$TOKENIZER --out="$DATA" || exit
 fi
 mkdir -p "$OUT/logs" || exit 1

@@ -288,7 +288,7 @@ def excess_table(runs, rows):
     """Where each method ends at its largest learning rate: runs, rows of lrs.csv; means over the seeds."""
     columns = ['mu_norm', 'logit_mean', 'offset', 'logit_absmax', 'rounding_loss', 'lr_sum']
     key = ['size', 'weight_tying', 'variant', 'lr']
-    means = runs.groupby(key)[columns].mean(skipna=False)
+    means = runs.groupby(key)[columns].agg(lambda of_seeds: of_seeds.mean(skipna=False))
     lines = []
     for _, r in in_paper_order(rows, ('weight_tying', 'size', 'method', 'lam')).iterrows():
         spread = f' [{r.excess_low:.3f}, {r.excess_high:.3f}]' if r.seeds > 1 else ''

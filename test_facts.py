@@ -304,7 +304,7 @@ def compiled():
     return model.compile_head(model.loss_and_grad)
 
 
-@pytest.mark.skipif(torch.__version__ < '2.13', reason='older CPU compilers drop casts; train.py refuses them')
+@pytest.mark.skipif(torch.__version__ < '2.13', reason='older CPU compilers drop casts, and train.py refuses')
 @pytest.mark.parametrize('method', ['baseline', 'soft_capping', 'z_loss', 'norm_softmax'])
 def test_compiling_keeps_every_rounding(method, compiled):
     """A compiler that fuses a cast down with the cast up again would undo what the paper studies."""

@@ -20,13 +20,14 @@ import time
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import data
 from checkpoint import Run, Signals, load_checkpoint, provenance
-from common import UserError, number, parse_args, read_json
+from common import UserError, number, parse_args
 from common import run as run_program
 from model import (
     GPT,
@@ -376,13 +377,14 @@ def evaluate(model, shards, n_tokens, micro_batch_size, rank, world_size):
     block_size, device = model.config.block_size, model.E.device
     n_windows = min(n_tokens // block_size, int(data.count_windows(shards, block_size).sum()))
     total = torch.zeros((), dtype=torch.float64)
-    for windows in torch.arange(rank, n_windows, world_size).split(micro_batch_size):
-        if len(windows):  # if there are more processes than windows, some have none
-            batch = data.read_windows(shards, block_size, windows.numpy(), model.config.vocab_size)
-            batch = torch.from_numpy(batch).to(device)
-            with torch.no_grad():
-                _, stats = model(batch[:, :-1], batch[:, 1:], with_stats=False)
-            total += stats['loss'].cpu()
+    mine = np.arange(n_windows)[rank::world_size]
+    for first in range(0, len(mine), micro_batch_size):
+        windows = mine[first:first + micro_batch_size]
+        batch = torch.from_numpy(data.read_windows(shards, block_size, windows, model.config.vocab_size))
+        batch = batch.to(device)
+        with torch.no_grad():
+            _, stats = model(batch[:, :-1], batch[:, 1:], with_stats=False)
+        total += stats['loss'].cpu()
     if world_size > 1:
         total = total.to(device)
         dist.all_reduce(total)
@@ -416,7 +418,7 @@ def restore(path, state, model, optimizer, args):
         return state['step']
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = ' '.join(str(error).split())[:150]
-        raise UserError(f'{path}: not a checkpoint of such a run ({reason})') from error
+        raise UserError(f'{path} does not fit this command ({reason})') from error
 
 
 def result_of(args, model, counters, step, loss, broken):
@@ -436,6 +438,13 @@ def result_of(args, model, counters, step, loss, broken):
         'device': args.device_name + (f' x {args.processes}' if args.processes > 1 else '')}
 
 
+def wrap_in_ddp(model, device):
+    with warnings.catch_warnings():  # torch 2.13 has a new name for broadcast_buffers
+        warnings.simplefilter('ignore', FutureWarning)
+        return DDP(model, device_ids=[device.index] if device.type == 'cuda' else None,
+                   gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
 def leave(run, parallel):
     """Lets go of the run's folder and of the other processes."""
     run.close()
@@ -452,8 +461,7 @@ def main(argv=None):
     device = find_device(args, local_rank)
     on_gpu, parallel = device.type == 'cuda', world_size > 1
     fill_in(args, device.type, world_size)
-    if not on_gpu:
-        keep_freed_memory()
+    keep_freed_memory()
     if args.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
@@ -501,11 +509,12 @@ def main(argv=None):
     run.take()
     if parallel:
         dist.barrier()  # nobody looks into the folder before it is ours
-    if run.has('result.json'):
-        say(f'{args.out} is done: test loss {read_json(run.path("result.json")).get("test_loss")}')
+    result = run.result()
+    if result:
+        say(f'{args.out} is done: test loss {result.get("test_loss")}')
         leave(run, parallel)
         return 0
-    checkpoint = run.checkpoint()
+    checkpoint = run.checkpoint(counters)
     if checkpoint:
         step = restore(run.path('ckpt.pt'), checkpoint, raw_model, optimizer, args)
         counters = checkpoint['counters']
@@ -515,12 +524,7 @@ def main(argv=None):
     # torch.compile and DDP
     if args.compile:
         raw_model.compile_parts()
-    model = raw_model
-    if parallel:
-        with warnings.catch_warnings():  # torch 2.13 has a new name for broadcast_buffers
-            warnings.simplefilter('ignore', FutureWarning)
-            model = DDP(raw_model, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True,
-                        broadcast_buffers=False)
+    model = wrap_in_ddp(raw_model, device) if parallel else raw_model
     say(f'{args.out}\n{args.method}, {args.size}, {raw_model.n_params() / 1e6:.1f}M parameters, '
         f'{args.device_name}, {args.dtype}, logits {args.logits_dtype}; {args.batch_size} x '
         f'{args.block_size} tokens per step: {world_size} processes x '

@@ -1,8 +1,8 @@
 """What the tests share: programs run as a user runs them, a small corpus, one real sweep."""
-import gc
 import os
 import subprocess
 import sys
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
 
 
 def python(*args, check=0, cwd=ROOT, **env):
-    """Runs a program of the project as a user would and asserts its exit status; returns the finished process."""
+    """Runs a program as a user would and asserts its exit status; returns the finished process."""
     done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**ENV, **env}, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == check, done.stdout + done.stderr
@@ -28,13 +28,15 @@ def refused(call, *named, status=2):
     with pytest.raises(UserError) as caught:
         call()
     line, found = str(caught.value), caught.value.status
-    del caught
-    gc.collect()  # the traceback holds main's frame, and that one the folder's lock
+    traceback.clear_frames(caught.tb)  # which hold main's variables, and with them the folder's lock
     assert found == status and '\n' not in line and all(str(name) in line for name in named), line
 
 
 def links(folder):
-    """Fills a folder with links to the project's files: a checkout in which a sweep writes nothing of the user's."""
+    """
+    Fills a folder with links to the project's files: a checkout in which a sweep writes nothing of the
+    user's.
+    """
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(ROOT):
         if name.endswith(('.py', '.sh', '.html')):
@@ -43,9 +45,9 @@ def links(folder):
 
 
 def sweep(folder, grid='demo', check=0, **env):
-    """Runs sweep.sh in a folder of links; asserts its exit status and returns the finished process."""
-    done = subprocess.run(['bash', 'sweep.sh', *grid.split()], cwd=folder, env={**ENV, **env}, capture_output=True,
-                          text=True, timeout=600)
+    """Runs sweep.sh in a folder of links and asserts its exit status; returns the finished process."""
+    done = subprocess.run(['bash', 'sweep.sh', *grid.split()], cwd=folder, env={**ENV, **env},
+                          capture_output=True, text=True, timeout=600)
     assert done.returncode == check, done.stdout + done.stderr
     return done
 

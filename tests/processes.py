@@ -10,9 +10,10 @@ from unittest import mock
 
 import common
 
-# Processes that start in a moment: forked from a server that has imported all this and done nothing with it.
+# Processes start in a moment: they are forked from a server that has imported all this and done nothing with
+# it. An optimizer imports torch._dynamo, which alone takes seconds.
 START = multiprocessing.get_context('forkserver')
-START.set_forkserver_preload(['train', 'prepare_fineweb', 'test_prepare', 'test_faults'])
+START.set_forkserver_preload(['train', 'prepare_fineweb', 'test_prepare', 'runs', 'torch._dynamo'])
 SERVER_ENV = {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}  # where it finds the above
 STARTED = []
 

@@ -6,13 +6,10 @@ import signal
 import socket
 
 import torch
-from processes import START, process
 
 import common
 import train
-
-# An optimizer imports torch._dynamo, which takes seconds: the server of processes does it once for all.
-START.set_forkserver_preload(['train', 'prepare_fineweb', 'test_prepare', 'runs', 'torch._dynamo'])
+from processes import process
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')

@@ -14,8 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import refused
-from runs import SMALL
 
 import analyze
 import common
@@ -23,7 +21,9 @@ import paper
 import plots
 import tables
 import train
+from conftest import refused
 from model import METHODS, SIZES
+from runs import SMALL
 
 HEAD = 'method,size,weight_tying,lr,test_loss'
 STATS = 'mu_norm,logit_mean,logit_std,logit_absmax,r_emb,cos_mu_h,r_cos,r_log'
@@ -157,7 +157,8 @@ def test_several_seeds_are_averaged_and_an_unfinished_one_left_out():
         assert (found.best_lr, found.largest_lr) == (lrs[best], 1)
         assert found.best_loss == pytest.approx(losses[:, best].mean())
     line, = tables.excess_table(runs[runs.seed < 7], table)['rows']
-    assert line[5] == '{:.3f} [{:.3f}, {:.3f}]'.format(*excess) and line[6:9] == ['2', '3', '5']  # rms of 3, 4
+    assert line[5] == '{:.3f} [{:.3f}, {:.3f}]'.format(*excess)
+    assert line[6:9] == ['2', '3', '5']  # the last the rms of 3 and 4
 
 
 def test_the_papers_numbers_are_whole_and_its_settings_are_flags():
@@ -287,13 +288,13 @@ def test_a_full_csv_gives_every_figure_and_a_report_that_needs_nothing_else(tmp_
 
 @pytest.mark.parametrize('lines, said', [
     (['baseline,16M,0,0.1,4'], 'no LRS tables'),
-    ([f'{m},16M,0,{lr},{bad}' for m in ('baseline', 'mu_loss') for lr, bad in ((1, 'inf'), (3, 'nan'))], 'LRS'),
+    ([f'{m},16M,0,{lr},{x}' for m in ('baseline', 'mu_loss') for lr, x in ((1, 'inf'), (3, 'nan'))], 'LRS'),
     ([f'{m},tiny,0,{lr},nan' for m in ('baseline', 'mu_loss') for lr in TWO], 'no figure "Loss against'),
     ([f'{m},1B,0,{lr},{3 + lr}' for m in ('baseline', 'mine') for lr in TWO], 'no figure "LRS against'),
     ([f'{m},16M,0,{lr},{loss}' for m, loss in (('baseline', 1e308), ('mu_loss', 3)) for lr in TWO], 'wrote'),
     *(([','.join(['baseline,16M,0', str(lr), *[value] * 9, '100']) for lr in TWO], 'LRS')
       for value in ('nan', 'inf', '1e308', '-1e308', '0')),
-], ids=['one', 'diverged', 'diverged, no L0', 'unknown size', 'overflow', 'nan', 'inf', 'huge', '-huge', 'zero'])
+], ids='one diverged no_L0 unknown_size overflow nan inf huge -huge zero'.split())
 def test_little_or_odd_data_still_make_a_report(tmp_path, capsys, lines, said):
     head = HEAD if lines[0].count(',') == HEAD.count(',') else f'{HEAD},{STATS},steps'
     (tmp_path / 'r.csv').write_text('\n'.join([head, *lines]) + '\n')
@@ -417,8 +418,8 @@ def test_the_csv_files_of_a_sweep(swept):
     drifted = {(r['method'], float(r['mu_norm']) > 1e-3) for r in results}
     assert drifted == {('baseline', True), ('mu_centering', False)}
     assert {r['diverged'] for r in results} == {''}  # too few log lines to say
-    assert {r['quantity'] for r in distributions} == {'logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos',
-                                                      'r_log', 'r_emb', 'fact_3', 'fact_3_premise'}
+    assert {r['quantity'] for r in distributions} == set(
+        'logit_mean logit_std logit_absmax cos_mu_h r_cos r_log r_emb fact_3 fact_3_premise'.split())
     for line in distributions:
         v = {key: float(line[key]) for key in analyze.SUMMARY}
         ordered = [v[key] for key in ('min', 'q25', 'median', 'q75', 'max')]

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import ENV, links, python, refused
-from processes import finish, one_line, process
-from runs import SMALL
 
 import analyze
 import bench
 import common
 import prepare_fineweb
 import train
+from conftest import ENV, links, python, refused
+from processes import finish, one_line, process
+from runs import SMALL
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'bench': bench}
 LIKE_CORPUS = '--source=stdlib --tokenizer=bytes --val_tokens=20000 --shard_tokens=50000 --tokens=1e6'

@@ -2,10 +2,10 @@
 import numpy as np
 import pytest
 import torch
-from conftest import refused
 
 import bench
 import train
+from conftest import refused
 
 TINY = ('--device=cpu', '--threads=1', '--seconds=0.1', '--batch_size=2', '--block_size=32',
         '--vocab_size=512')

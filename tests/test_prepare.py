@@ -7,12 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import python, refused
-from processes import children, finish, folder_hash, gone, one_line, process, stamp, wait_until
 
 import common
 import data
 import prepare_fineweb
+from conftest import python, refused
+from processes import children, finish, folder_hash, gone, one_line, process, stamp, wait_until
 
 
 def tokens_of(folder):

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pandas as pd
-from conftest import ENV, ROOT
 
+from conftest import ENV, ROOT
 from model import METHODS
 
 PUBLISHED = os.path.join(ROOT, 'results', 'published_here')

@@ -11,12 +11,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ENV, ROOT, links, sweep
-from processes import children, folder_hash, wait_until
 
 import common
 import train
+from conftest import ENV, ROOT, links, sweep
 from model import METHODS
+from processes import children, folder_hash, wait_until
 
 # It locks, logs, resumes and saves as train.py does, in ten steps of 0.05 s, and notes each start in a file.
 FAKE_TRAIN = '''

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from conftest import ENV, ROOT, refused
-from processes import finish, one_line, process, wait_until
-from runs import SMALL, assert_same, load, log_of, ranks, result_of, signal_at_step, sigterm_to_rank_1
 
 import analyze
 import checkpoint
@@ -21,7 +18,10 @@ import common
 import data
 import model
 import train
+from conftest import ENV, ROOT, refused
 from model import GPT, METHODS, gpt_config
+from processes import finish, one_line, process, wait_until
+from runs import SMALL, assert_same, load, log_of, ranks, result_of, signal_at_step, sigterm_to_rank_1
 
 
 @pytest.fixture
