@@ -58,7 +58,8 @@ SHOULD = {  # what the numbers of a column should be: in words, and as a test
     'lam': ('a number from 0', lambda x: (x >= 0) & (x < 1e30)),
     'seed': ('a whole number', lambda x: x % 1 == 0)}
 
-# -------------------- a model -> statistics
+# --------------------------------------------------------------------------------------------------
+# a model -> statistics
 
 
 @torch.no_grad()
@@ -151,7 +152,8 @@ def analyze_run(folder):
     return found
 
 
-# -------------------- run folders: their states and logs
+# --------------------------------------------------------------------------------------------------
+# run folders: their states and logs
 
 
 def run_states(folders):
@@ -257,7 +259,8 @@ def diverged(steps, losses, n_steps, warmup):
     return 0, None
 
 
-# -------------------- csv files
+# --------------------------------------------------------------------------------------------------
+# csv files
 
 
 def write_csv(path, rows):
@@ -417,7 +420,8 @@ def from_csv(path):
     return *found, settings
 
 
-# -------------------- tables, figures, report
+# --------------------------------------------------------------------------------------------------
+# tables, figures, report
 
 
 def make_tables(runs, settings, out):

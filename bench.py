@@ -29,7 +29,7 @@ from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, compile_head, los
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
 
 
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # measuring
 
 
@@ -108,7 +108,7 @@ def compare(title, contestants, seconds, device, columns):
     print(f'\n{title}, {len(times)} turns\n\n{table}', flush=True)
 
 
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the head alone
 
 
@@ -161,7 +161,7 @@ def bench_head(args, device):
             lambda name, seconds: {'loss': f'{losses[name].item():.4f}'})
 
 
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the training step
 
 

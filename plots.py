@@ -137,7 +137,8 @@ def lines(ax, rows, x, y, color_of, **more):
         ax.plot(run[x], run[y], color=color_of(run.iloc[0]), **more)
 
 
-# -------------------- figures of runs
+# --------------------------------------------------------------------------------------------------
+# figures of runs
 
 
 def loss_against_lr(rows, path):
@@ -323,7 +324,8 @@ def rescue(rows, path):
     save(figure, path)
 
 
-# -------------------- figures of the theory, from formulas
+# --------------------------------------------------------------------------------------------------
+# figures of the theory, from formulas
 
 
 def norm_preserving_projection(X, mu, h):

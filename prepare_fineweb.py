@@ -56,7 +56,7 @@ def parser():
     return p
 
 
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # documents: each source yields texts, in an order that is always the same
 
 
@@ -122,7 +122,7 @@ def one_line(args):
                         'without a network use --source=stdlib --tokenizer=bytes', status=1) from error
 
 
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # tokens: every document starts with the end-of-text token
 
 
@@ -202,7 +202,7 @@ def encode_all(texts, encode, workers):
                 result.wait()  # a pool that is ended while it works can block us for ever
 
 
-# -----------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # shards
 
 

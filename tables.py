@@ -33,7 +33,8 @@ BOOTSTRAP = 1000           # resamples behind an interval
 CLEARLY = 1.25             # the ranking puts > between two methods if one LRS is this many times the other
 YES = {0: 'no', 1: 'yes'}  # of a column of 0 and 1
 
-# -------------------- variants: what has a colour and a column of its own
+# --------------------------------------------------------------------------------------------------
+# variants: what has a colour and a column of its own
 
 
 def default_lam(method):
@@ -97,7 +98,8 @@ def derive(rows):
     return rows
 
 
-# -------------------- learning rate sensitivity
+# --------------------------------------------------------------------------------------------------
+# learning rate sensitivity
 
 
 def capped_loss(losses, init_losses):
@@ -246,7 +248,8 @@ def ranking_tables(rows):
     return tables
 
 
-# -------------------- the other tables
+# --------------------------------------------------------------------------------------------------
+# the other tables
 
 
 def overhead_tables(runs):
@@ -342,7 +345,8 @@ def methods_table():
                      'negative logits are treated alike.')
 
 
-# -------------------- a table as text, Markdown, HTML or LaTeX; the words of a csv are escaped in each
+# --------------------------------------------------------------------------------------------------
+# a table as text, Markdown, HTML or LaTeX; the words of a csv are escaped in each
 
 LATEX = {**{c: rf'\{c}' for c in '&%$#_{}'}, '\\': r'\textbackslash{}', '~': r'\textasciitilde{}',
          '^': r'\textasciicircum{}', '<': '$<$', '>': '$>$', '|': '$|$', 'μ': r'$\mu$', 'λ': r'$\lambda$',
