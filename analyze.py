@@ -31,7 +31,7 @@ import plots
 import tables
 from checkpoint import load_checkpoint
 from common import UserError, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
-from model import GPT, METHODS, SIZES, GPTConfig, base_method, gpt_config, head_stats, n_chunks
+from model import GPT, METHODS, SIZES, GPTConfig, base_method, gpt_config, gradient_sums, head_stats, n_chunks
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
 WINDOWS = 20         # a run is cut into so many windows to see whether it diverged,
@@ -40,23 +40,27 @@ MARGIN = 0.5         # nats that a window's median loss may be above that of an 
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 PUBLISHED_INIT_LOSS = {'16M': 10.83, '29M': 10.83, '57M': 10.83, '109M': 10.83, '221M': 10.85}
 
-COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype init_loss test_loss '
-           'diverged diverged_step mu_norm logit_mean logit_mean_spread logit_std logit_absmax logit_max '
-           'cos_mu_h r_emb r_cos r_log rounding_loss lr_sum train_seconds tokens_per_second device').split()
+COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype mu_shift rounded '
+           'init_loss test_loss diverged diverged_step mu_norm logit_mean logit_mean_spread logit_std '
+           'logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss gradient_sum lr_sum '
+           'train_seconds tokens_per_second device').split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
-KEY = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed']
+KEY = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded']
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
 DISTRIBUTIONS = [*KEY, 'diverged', 'quantity', *SUMMARY]
 CURVES = [*KEY, *('diverged part step loss reg grad_norm mu_norm logit_mean logit_mean_spread logit_std '
-                  'logit_absmax logit_max tokens_per_second mfu elapsed lr_step lr_sum').split()]
-TEXT = ['method', 'size', 'logits_dtype', 'device', 'quantity', 'part']
-SHOULD = {  # what the numbers of a column should be: in words, and as a test
+                  'logit_absmax logit_max gradient_sum tokens_per_second mfu elapsed lr_step lr_sum').split()]
+TEXT = ['method', 'size', 'logits_dtype', 'rounded', 'device', 'quantity', 'part']
+SHOULD = {  # what a column should be: in words, and as a test
+    'rounded': (f'one of {"; ".join(tables.SUBSETS)}', lambda x: x.isin(tables.SUBSETS)),
     **dict.fromkeys(('weight_tying', 'diverged'), ('0 or 1', lambda x: x.isin([0, 1]))),
     **dict.fromkeys(('n_params', 'steps'), ('a number above 0', lambda x: (x > 0) & (x < 1e30))),
     'init_loss': ('a number above 0', lambda x: (x > 0) & (x < math.inf)),
     'lr': ('a number above 0', lambda x: (x > 1e-40) & (x < 1e40)),
-    'lam': ('a number from 0', lambda x: (x >= 0) & (x < 1e30)),
+    **dict.fromkeys(('lam', 'mu_shift'), ('a number from 0', lambda x: (x >= 0) & (x < 1e30))),
     'seed': ('a whole number', lambda x: x % 1 == 0)}
+PRINTABLE = ('at most 200 printable characters',
+             lambda x: x.map(str.isprintable).astype(bool) & (x.str.len() <= 200))
 
 # --------------------------------------------------------------------------------------------------
 # a model -> statistics
@@ -95,6 +99,13 @@ def statistics(model, windows):
             'fact_3': (~premise | (values['r_log'] < 1)).float()}
 
 
+def positions(model, windows):
+    """Yields h (n, H) and targets (n,) of the positions of `windows` (n, T + 1), some of them at a time."""
+    for window in windows.split(max(1, 16384 // model.config.block_size)):
+        window = window.to(model.E.device)
+        yield model.hidden(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
+
+
 @torch.no_grad()
 def rounding_loss(model, windows):
     """
@@ -102,12 +113,17 @@ def rounding_loss(model, windows):
     nats, minus that of the same weights with fp32 logits.
     """
     exact, total = replace(model.config, logits_dtype='float32'), 0.0
-    for window in windows.split(max(1, 16384 // model.config.block_size)):
-        window = window.to(model.E.device)
-        h, targets = model.hidden(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
+    for h, targets in positions(model, windows):
         for sign, config in (1, model.config), (-1, exact):
             total += sign * head_stats(h, model.E, targets, config, with_stats=False)['loss'].item()
     return total / windows[:, 1:].numel()
+
+
+@torch.no_grad()
+def gradient_sum(model, windows):
+    """The mean over the positions of `windows` (n, T + 1) of sum_i g_i, g their logits' rounded gradient."""
+    sums = [gradient_sums(h, model.E, targets, model.config) for h, targets in positions(model, windows)]
+    return torch.cat(sums).mean().item()
 
 
 def summary(values):
@@ -148,6 +164,7 @@ def analyze_run(folder):
     found['logit_max'] = values['logit_absmax'].max().item()
     found['mu_norm'] = model.E.detach().mean(dim=0).norm().item()
     found['rounding_loss'] = rounding_loss(model, windows)
+    found['gradient_sum'] = gradient_sum(model, windows)
     write_json(kept, {'columns': [*SUMMARY, *COLUMNS], 'statistics': found})
     return found
 
@@ -276,14 +293,15 @@ def write_csv(path, rows):
 def parse(cells, required):
     """
     A DataFrame of texts, whose index says where they are from -> texts in the columns TEXT, numbers in the
-    others, NaN if empty. Raises UserError with the place and column of the first cell that is not right.
+    others; an empty cell is what tables.DEFAULTS says, or '' or NaN. Raises UserError with the place and
+    column of the first cell that is not right.
     """
     parsed = {}
     for column, words in cells.items():
-        words = words.str.strip()
+        words = words.str.strip().replace('', str(tables.DEFAULTS.get(column, '')))
         if column in TEXT:
-            values, wanted = words, 'at most 200 printable characters'
-            good = words.map(str.isprintable).astype(bool) & (words.str.len() <= 200)
+            wanted, holds = SHOULD.get(column, PRINTABLE)
+            values, good = words, holds(words)
         else:
             words = words.str.lower().replace({'true': '1', 'false': '0'})
             values = pd.to_numeric(words, errors='coerce')
@@ -425,7 +443,11 @@ def from_csv(path):
 
 
 def make_tables(runs, settings, out):
-    """Writes lrs.csv, tables.md and tables.tex -> (rows of lrs.csv, the tables, lines on what is missing)."""
+    """
+    Writes lrs.csv, tables.md and tables.tex -> (rows of lrs.csv, the tables, lines on what is missing). Runs
+    with a shifted mean, or without a rounding, are in tables of their own.
+    """
+    every_run, runs = runs, tables.usual(runs)
     lrs, missing = tables.lrs_table(runs)
     write_csv(os.path.join(out, 'lrs.csv'), lrs[tables.LRS_COLUMNS])
     lrs = lrs[lrs.n_lrs > 1]
@@ -435,15 +457,15 @@ def make_tables(runs, settings, out):
         missing.append('no LRS tables: no method was run at two learning rates of one size')
     largest = runs.lr == runs.groupby(['size', 'weight_tying']).lr.transform('max')
     shown = [*tables.lrs_tables(lrs), *tables.ranking_tables(lrs), *tables.sensitivity_tables(lrs), *overhead,
-             *([] if lrs.empty else [tables.excess_table(runs, lrs)]),
-             tables.run_table(runs[largest], 'At the largest learning rate'),
+             *([] if lrs.empty else [tables.excess_table(runs, lrs)]), *tables.shift_tables(every_run),
+             *([] if runs.empty else [tables.run_table(runs[largest], 'At the largest learning rate')]),
              *([tables.hyperparameter_table(settings)] if settings else []), tables.methods_table()]
-    markdown = [tables.text(table, 'markdown') for table in (*shown, tables.run_table(runs))]
+    markdown = [tables.text(table, 'markdown') for table in (*shown, tables.run_table(every_run))]
     files = {'tables.md': '\n\n'.join(markdown) + '\n', 'tables.tex': tables.latex_document(shown)}
     for name, text in files.items():
         write_atomic(os.path.join(out, name), lambda file, text=text: file.write(text), mode='w')
     print('\n' + '\n\n'.join(map(tables.text, shown)) + '\n')
-    return lrs, shown, missing
+    return lrs, shown, [] if runs.empty else missing  # then draw says so in one line
 
 
 def draw(runs, lrs, distributions, curves, method, folder):
@@ -452,12 +474,14 @@ def draw(runs, lrs, distributions, curves, method, folder):
         return rows if any(plots.drawable(rows[column]).any() for column in columns) else rows[:0]
 
     drawn, missing = [], []
-    for tying, word, part in tables.tyings(runs):
+    for tying, word, every_run in tables.tyings(runs):
+        part, every_log = tables.usual(every_run), curves[curves.weight_tying == tying]
         finite = part[plots.drawable(part.capped_loss)]
         tuned = finite[finite.groupby('method').lam.transform('nunique') > 1]
         sized = lrs[(lrs.weight_tying == tying) & lrs.n_params.notna() & (lrs.lrs > 0)]
-        spread = distributions[(distributions.weight_tying == tying) & (distributions.variant == method)]
-        logs = curves[curves.weight_tying == tying]
+        spread = tables.usual(distributions)
+        spread = spread[(spread.weight_tying == tying) & (spread.variant == method)]
+        logs = tables.usual(every_log)
         rescued, logs = logs[logs.part != ''], logs[logs.part != 'before']
         plan = [  # a figure, what it is of, and what it draws: none if the first of these is empty
             ('loss', '', finite),
@@ -469,6 +493,16 @@ def draw(runs, lrs, distributions, curves, method, folder):
             ('drift', '', having(part[part.lr_sum > 0], 'mu_norm', 'logit_mean'), logs),
             *(('curves', size, logs[logs['size'] == size]) for size in part['size'].unique()),
             *([('rescue', '', rescued)] if (rescued.part == 'rescue').any() else [])]
+        if part.empty:
+            plan = []
+            missing.append(f'the {word} models have only the tables and figures of a shifted mean: each run '
+                           'has --mu_shift or leaves out a rounding')
+        shift = tables.shifted(every_run)
+        if len(shift):
+            shift = shift[shift.label != '']
+            climbs = every_log[(every_log.method == 'baseline') & (every_log.mu_shift > 0)]
+            plan = [('shift', '', having(shift, 'excess')),
+                    ('mean_logit', '', having(climbs, 'logit_mean')), *plan]
         for key, of, *rows in plan:
             function, title, where = plots.FIGURES[key]
             title = title.format(tables.name(of)) + f', {word}'
@@ -490,8 +524,8 @@ def draw_theory(folder):
             for file, (function, title, where) in plots.THEORY.items()]
 
 
-def write_report(out, runs, shown, missing, settings, unfinished):
-    """report.html in `out`, one file that needs no other, of the tables and figures `shown`."""
+def write_report(out, runs, shown, missing, settings, unfinished, sentence):
+    """report.html in `out`, one file that needs no other: a sentence, and the tables and figures `shown`."""
     def image(file):
         with open(os.path.join(out, 'figures', f'{file}.png'), 'rb') as png:
             return base64.b64encode(png.read()).decode()
@@ -512,7 +546,7 @@ def write_report(out, runs, shown, missing, settings, unfinished):
     html = template.render(
         title=os.path.basename(os.path.abspath(out)), runs=runs, unfinished=unfinished, shown=shown,
         missing=missing, all_runs=all_runs, settings={'header': ['setting', 'values'], 'rows': values},
-        image=image, grid=grid)
+        sentence=sentence, image=image, grid=grid)
     write_atomic(os.path.join(out, 'report.html'), lambda file: file.write(html), mode='w')
 
 
@@ -568,9 +602,12 @@ def main(argv=None):
             shown += draw_theory(figures)
         for line in missing:
             print(line)
-        write_report(out, runs, shown, missing, settings, unfinished)
+        sentence = tables.shift_sentence(runs) if len(runs) else ''
+        write_report(out, runs, shown, missing, settings, unfinished, sentence)
     names = ', '.join(sorted(name for name in os.listdir(out) if not name.startswith('.')))
     print(f'wrote {out}: {names}; open {os.path.join(out, "report.html")} in a browser')
+    if sentence:
+        print(sentence)
     return 0
 
 

@@ -17,8 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# Every method and the default of its lambda, None if it has none: first the paper's six, then those that
-# it cites.
+# Every method and the default of its lambda, None if it has none: the paper's six, those that it cites, ours.
 METHODS = {
     'baseline': None,
     'weight_decay': 1e-4,
@@ -32,7 +31,10 @@ METHODS = {
     'cosine_reg': 1.0,         # Gao et al. (2019)
     'laplace_reg': 1.0,        # Zhang et al. (2020)
     'spectrum_control': 1e-4,  # Wang et al. (2020)
+    'zero_sum': None,          # Fact 4 in test_facts.py
 }
+
+ROUNDED = ('operands', 'logits', 'gradient')  # what logits_dtype rounds: h and E, the logits, their gradient
 
 # The paper's five sizes, from Porian et al. (2024), and one for a CPU.
 SIZES = {
@@ -59,7 +61,13 @@ class GPTConfig:
     cap: float = 30.0
     dtype: str = 'float32'         # of products: float32, float64 or bfloat16 (autocast over fp32 weights)
     logits_dtype: str = 'float32'  # what the logits are rounded to
+    rounded: str = ','.join(ROUNDED)  # which of ROUNDED are, or none
     head: str = 'chunked'          # chunked never holds N x V logits; plain holds them all, for comparison
+
+    @property
+    def n_hidden(self):
+        """The hidden width of the SwiGLU: 8/3 of the model's width, rounded up to a multiple of 256."""
+        return 256 * math.ceil((8 * self.n_embd // 3) / 256)
 
 
 def base_method(method):
@@ -91,7 +99,7 @@ def logits_to_loss(logits, targets, config, with_stats=True):
     """
     full = torch.promote_types(logits.dtype, torch.float32)
     if config.method == 'soft_capping':  # l <- c tanh(l / c), Eq. 6; rounded once more, as in a bf16 model
-        logits = (config.cap * torch.tanh(logits.to(full) / config.cap)).to(logits.dtype)
+        logits = to_logits_dtype(config.cap * torch.tanh(logits.to(full) / config.cap), 'logits', config)
     logits = scores = logits.to(full)
     if config.method == 'norm_softmax':  # softmax(l / sigma_l); centering l changes no probability
         scores = F.layer_norm(logits, logits.shape[-1:], eps=1e-12)
@@ -163,13 +171,26 @@ def merge_stats(a, b):
     return {name: torch.maximum(a[name], b[name]) if name == 'logit_max' else a[name] + b[name] for name in b}
 
 
+def to_logits_dtype(x, part, config):
+    """
+    x, rounded to logits_dtype but in its own dtype, if config.rounded has this `part` of ROUNDED; else x.
+    What autograd sends back through it is rounded too, but only if config.rounded has the gradient.
+    """
+    parts = config.rounded.split(',')
+    if part not in parts and not (part == 'logits' and 'gradient' in parts):
+        return x
+    low = x.to(getattr(torch, config.logits_dtype)).to(x.dtype)
+    value, way_back = low if part in parts else x, low if 'gradient' in parts else x
+    return value if value is way_back else way_back + (value - way_back).detach()  # which is value exactly
+
+
 def product_operand(x, config):
     """
     h or E, rounded to logits_dtype, in the dtype of the product e_i . h. Under bf16 that is a plain cast;
     bf16 logits under fp32 give the same numbers on a machine that has no bf16 units.
     """
-    logits_dtype = getattr(torch, config.logits_dtype)
-    return x.to(logits_dtype).to(torch.promote_types(getattr(torch, config.dtype), logits_dtype))
+    dtype = torch.promote_types(getattr(torch, config.dtype), getattr(torch, config.logits_dtype))
+    return to_logits_dtype(x, 'operands', config).to(dtype)
 
 
 def plain_head(h, E, targets, config, with_stats=True):
@@ -177,8 +198,12 @@ def plain_head(h, E, targets, config, with_stats=True):
     h (N, H), E (V, H), targets (N,) -> the loss summed over positions, and statistics, as logits_to_loss.
     Autograd keeps all N x V logits.
     """
-    product = product_operand(h, config) @ product_operand(E, config).T  # l_i = e_i . h, Eq. 1
-    return logits_to_loss(product.to(getattr(torch, config.logits_dtype)), targets, config, with_stats)
+    h, E = product_operand(h, config), product_operand(E, config)
+    product = h @ E.T  # l_i = e_i . h, Eq. 1
+    if config.method == 'zero_sum':  # dL/dh -= (sum_i g_i) mu, and no logit changes
+        mean_logit = h @ E.detach().mean(dim=0)
+        product = product - (mean_logit - mean_logit.detach())[:, None]
+    return logits_to_loss(to_logits_dtype(product, 'logits', config), targets, config, with_stats)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,20 +262,14 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, H))
 
 
-def swiglu_width(n_embd):
-    """The hidden width of the SwiGLU: 8/3 of the model's width, rounded up to a multiple of 256."""
-    return 256 * math.ceil((8 * n_embd // 3) / 256)
-
-
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020): (B, T, H) -> (B, T, H)."""
 
     def __init__(self, config):
         super().__init__()
-        hidden = swiglu_width(config.n_embd)
-        self.gate = nn.Linear(config.n_embd, hidden, bias=False)
-        self.up = nn.Linear(config.n_embd, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.n_embd, bias=False)
+        self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=False)
+        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -372,8 +391,11 @@ def loss_and_grad(product, targets, config, with_stats):
     fused kernels.
     """
     grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
-    logits = product.to(getattr(torch, config.logits_dtype))
+    logits = to_logits_dtype(product, 'logits', config)
     grad, (loss, stats) = grad_and_value(logits, targets, config, with_stats)
+    grad = to_logits_dtype(grad, 'gradient', config)
+    if with_stats:  # sum_i g_i: 0 before rounding, for the cross entropy
+        stats['gradient_sum'] = grad.sum(dim=-1, dtype=loss.dtype).double().sum()
     # Writing in place is free in a fused kernel and one more pass otherwise; Inductor for CPUs fails on
     # it in norm_softmax.
     if torch.compiler.is_compiling() and config.method != 'norm_softmax':
@@ -401,9 +423,12 @@ class ChunkedHead(torch.autograd.Function):
         h_op, E_op = product_operand(h, config), product_operand(E, config)
         grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
         loss, stats = 0, {}
+        mu = E_op.to(E.dtype).mean(dim=0) if config.method == 'zero_sum' else None
         for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n), strict=True):
             grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
             grad_h_c.copy_(grad @ E_op)
+            if config.method == 'zero_sum':  # dL/dh -= (sum_i g_i) mu
+                grad_h_c -= grad.sum(dim=-1, keepdim=True, dtype=grad_h.dtype) * mu
             if grad.dtype == grad_E.dtype:
                 grad_E.addmm_(grad.T, h_c)
             else:
@@ -426,6 +451,17 @@ def head_stats(h, E, targets, config, with_stats=True):
     h_op, E_op = product_operand(h, config), product_operand(E, config)
     stats = {}
     for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n), strict=True):
-        logits = (h_c @ E_op.T).to(getattr(torch, config.logits_dtype))
+        logits = to_logits_dtype(h_c @ E_op.T, 'logits', config)
         stats = merge_stats(stats, logits_to_loss(logits, targets_c, config, with_stats)[1])
     return stats
+
+
+@torch.no_grad()
+def gradient_sums(h, E, targets, config):
+    """sum_i g_i (N,) in float64, where g is the gradient of each position's logits as it is rounded."""
+    n, sums = n_chunks(h, E), []
+    h_op, E_op = product_operand(h, config), product_operand(E, config)
+    for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n), strict=True):
+        grad, _, _ = loss_and_grad(h_c @ E_op.T, targets_c, config, False)
+        sums.append(grad.sum(dim=-1, dtype=torch.float64))
+    return torch.cat(sums)

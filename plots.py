@@ -12,13 +12,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from tables import default_lam, method_and_lam, name, readable, variants
+import paper
+from tables import WITHOUT, default_lam, method_and_lam, name, readable, variants
 
 COLORS = {
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945',  # these are the paper's
     'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22',
-    'laplace_reg': '#7F6000', 'spectrum_control': '#1A1A1A'}
+    'laplace_reg': '#7F6000', 'spectrum_control': '#1A1A1A', 'zero_sum': '#5B2A86'}
 STYLES = {'16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
           '221M': ('X', '-'), 'tiny': ('o', '-')}
 LABELS = {
@@ -31,6 +32,7 @@ LABELS = {
 STATISTICS = {'mu_norm': 'symlog', 'logit_mean': 'symlog', 'logit_std': 'log', 'logit_absmax': 'log'}
 FACT_3 = {'r_emb': 'linear', 'cos_mu_h': 'linear', 'r_cos': 'linear', 'r_log': 'linear'}
 TRAINING = {'loss': 'linear', 'mu_norm': 'symlog', 'logit_mean': 'symlog', 'logit_absmax': 'log'}
+RUN = ['part', 'variant', 'size', 'lr', 'seed', 'mu_shift', 'rounded']  # tells runs of curves.csv apart
 
 plt.switch_backend('agg')
 plt.rcParams.update({
@@ -133,7 +135,7 @@ def curves(ax, rows, column):
 
 def lines(ax, rows, x, y, color_of, **more):
     """One line per run, of two columns of curves.csv, in the colour color_of(a row of it)."""
-    for _, run in rows[drawable(rows[y])].groupby(['part', 'variant', 'size', 'lr', 'seed'], dropna=False):
+    for _, run in rows[drawable(rows[y])].groupby(RUN, dropna=False):
         ax.plot(run[x], run[y], color=color_of(run.iloc[0]), **more)
 
 
@@ -325,6 +327,65 @@ def rescue(rows, path):
 
 
 # --------------------------------------------------------------------------------------------------
+# figures of the effect of a shifted mean
+
+
+def shift(rows, path):
+    """
+    Adding one vector to every output embedding changes nothing in exact arithmetic (Fact 2). With bf16 logits
+    it costs the more the longer the vector is: the test loss minus that without it, of the same method or, if
+    that was not run, of the baseline (lines: means over the seeds; points: the seeds). Grey: what the
+    published untied baselines lose against μ-centering at the same size and learning rate, by the norm that
+    their mean embedding reached on its own.
+    """
+    figure, ax = plt.subplots(figsize=(7.2, 4.6))
+    ours, theirs = {}, []
+    for size in dict.fromkeys(size for size, _ in paper.EXCESS):
+        points = np.array([(paper.MU_NORM[key], paper.EXCESS[key]) for key in paper.EXCESS if key[0] == size])
+        theirs += ax.plot(*points.T, style(size)[0], color='0.55', markeredgecolor='white',
+                          markeredgewidth=0.5, markersize=7, label=size)
+    rows = rows[drawable(rows.excess)]
+    for (label, variant, size, _), part in rows.groupby(['label', 'variant', 'size', 'lr'], sort=False):
+        mean, line = part.groupby('mu_shift').excess.mean(), ':' if label == WITHOUT else style(size)[1]
+        ours[label], = ax.plot(mean.index, mean, line, color=color(variant), label=plain(label), zorder=3)
+        ax.plot(part.mu_shift, part.excess, 'o', color=color(variant), markerfacecolor='white', markersize=4,
+                zorder=4, clip_on=False)
+    ax.axhline(0, color='black', linewidth=0.8, zorder=1)
+    ax.set_xscale('symlog', linthresh=1, linscale=0.3)
+    ax.set_yscale('symlog', linthresh=0.1)
+    ax.xaxis.set_major_formatter('{x:g}')
+    ax.yaxis.set_major_formatter('{x:g}')
+    ax.set(xlim=(-0.4, 1.4 * rows.mu_shift.max()), ylim=(min(-0.05, 1.2 * rows.excess.min()), None),
+           xlabel=r'norm of the mean output embedding $\|\mu\|$', ylabel='additional test loss [nats]')
+    sizes = plain(', '.join(rows['size'].unique()))
+    title = f'{sizes} models, one vector of this norm added before training:'
+    ax.legend(handles=list(ours.values()), title=title, loc='upper left', alignment='left')
+    title = "The paper's baselines minus its μ-centering, by the norm that μ drifted to in training:"
+    figure.legend(handles=theirs, title=title, loc='outside lower center', ncols=len(theirs))
+    save(figure, path)
+
+
+def mean_logit(rows, path):
+    """
+    The mean logit while baselines train whose output embeddings were shifted by a vector of the norm above
+    the panel. The gradient of the logits sums to 0; rounded to bf16 it does not, and what is left moves the
+    hidden states along the mean embedding. One line per run.
+    """
+    norms = sorted(rows.mu_shift.unique())
+    figure, axes = plt.subplots(1, len(norms), figsize=(0.6 + 3 * len(norms), 3.4), squeeze=False)
+    colors = {True: COLORS['baseline'], False: COLORS['z_loss']}
+    for ax, norm in zip(axes[0], norms, strict=True):
+        part = rows[rows.mu_shift == norm]
+        lines(ax, part, 'step', 'logit_mean', lambda r: colors['gradient' in r.rounded], linewidth=0.9)
+        ax.set(title=f'norm {norm:g}', xlabel=LABELS['step'])
+    axes[0, 0].set_ylabel(LABELS['logit_mean'])
+    words = {True: 'gradient of the logits rounded', False: 'gradient of the logits not rounded'}
+    handles = [Line2D([], [], color=colors[rounded], label=words[rounded]) for rounded in words]
+    figure.legend(handles=handles, loc='outside lower center', ncols=2)
+    save(figure, path)
+
+
+# --------------------------------------------------------------------------------------------------
 # figures of the theory, from formulas
 
 
@@ -391,6 +452,8 @@ def zloss_of_two_logits(path):
 
 # file: (function, title, its place in the paper untied and tied); the docstring is what the report says
 FIGURES = {
+    'shift': (shift, 'What a mean embedding of some norm costs', ('', '')),
+    'mean_logit': (mean_logit, 'The mean logit with a shifted mean', ('', '')),
     'loss': (loss_against_lr, 'Loss against learning rate', ('Figure 2', 'Appendix D, Figure 9')),
     'lrs': (lrs_against_n, 'LRS against model size', ('Figure 3', 'Appendix D, Figure 10')),
     'statistics': (statistics, 'Mean embedding and logits', ('Figure 4', '')),

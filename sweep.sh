@@ -4,10 +4,11 @@
 #   bash sweep.sh            the paper's grid: 6 methods x 7 learning rates x 5 sizes x 2 tyings
 #   bash sweep.sh ablation   its grid of λ: z_loss and mu_loss, untied
 #   bash sweep.sh demo       a grid for a CPU without a network: minutes
+#   bash sweep.sh shift      what a shifted mean costs under BF16, and why: the demo's model, three seeds
 #   bash sweep.sh proxy      the drift until BF16 feels it, on a CPU, three seeds: under an hour on two cores
 #
 # Environment variables narrow or widen any of them; lists are separated by spaces:
-#   METHODS (all: every method; z_loss:1e-1 names a λ) SIZES LRS TYING (untied tied) LAMS SEEDS STEPS
+#   METHODS (all: every method; z_loss:1e-1 names a λ) SIZES LRS TYING (untied tied) LAMS SEEDS STEPS SHIFTS
 #   NPROC   processes per run (default: the GPUs there are, else 1)
 #   JOBS    runs at a time (default 1; of a CPU's grid, its cores)
 #   OUT     folder of the runs (default out/<grid>)
@@ -23,22 +24,40 @@ refuse() { printf 'error: %s\n' "$*" >&2; exit 2; }
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 export DEVICES=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((gpus - 1)))}
 GPUS=$(tr ',' '\n' <<<"$DEVICES" | grep -c .)
-MORE= TOKENIZER= OWN_DATA= GRID=${1:-paper} PAPER='baseline weight_decay z_loss soft_capping mu_loss mu_centering'
+MORE= EXTRA= TOKENIZER= OWN_DATA= GRID=${1:-paper}
+PAPER='baseline weight_decay z_loss soft_capping mu_loss mu_centering'
 case $GRID in
   paper | ablation)
     [ "$GRID" = paper ] || : "${METHODS:=z_loss mu_loss}" "${TYING:=untied}" "${LAMS:=1e-7 1e-4 1e-1 1e2}"
     : "${SIZES:=16M 29M 57M 109M 221M}" "${LRS:=3e-4 1e-3 3e-3 1e-2 3e-2 1e-1 3e-1}" "${STEPS:=100000}"
     : "${TYING:=untied tied}" "${DATA:=data/fineweb}" "${JOBS:=1}" "${NPROC:=$((GPUS > 0 ? GPUS : 1))}" ;;
   demo)
-    : "${METHODS:=baseline weight_decay z_loss z_loss:1e-1 soft_capping mu_loss mu_loss:1e-1 mu_centering}"
+    if [ -z "${METHODS:-}" ]; then  # and what a shifted mean costs, beside the baseline without a shift
+      for extra in 'baseline --mu_shift=300' 'baseline --mu_shift=1000' 'mu_centering --mu_shift=1000' \
+          'zero_sum --mu_shift=1000' 'baseline --mu_shift=1000 --rounded=none'; do
+        EXTRA+="--lr=1e-2 --size=tiny --seed=1 --method=$extra"$'\n'
+      done
+    fi
     : "${LRS:=1e-2 1e-1 3e-1}" "${STEPS:=1000}" "${DATA:=data/stdlib}"
     OWN_DATA=data/stdlib TOKENIZER=bytes MORE='--batch_size=8 --block_size=128 --log_every=2' ;;
+  shift)
+    : "${METHODS:=baseline z_loss mu_centering zero_sum}" "${SHIFTS:=0 30 100 300 1000}" "${SEEDS:=1 2 3}"
+    for shift in $SHIFTS; do for seed in $SEEDS; do
+      case $shift in 300 | 1000)  # and for the baseline, which of the roundings it is
+        for parts in none operands logits gradient operands,logits operands,gradient logits,gradient; do
+          EXTRA+="--method=baseline --lr=1e-2 --size=tiny --seed=$seed --mu_shift=$shift"
+          EXTRA+=" --rounded=$parts"$'\n'
+        done ;;
+      esac
+    done; done
+    : "${LRS:=1e-2}" "${STEPS:=1000}" "${DATA:=data/stdlib}"
+    OWN_DATA=data/stdlib TOKENIZER=bytes MORE='--batch_size=8 --block_size=128' ;;
   proxy)  # few tokens per step, each of them rare, and a narrow model: what makes the drift fast
     : "${METHODS:=baseline z_loss mu_loss mu_centering}" "${LRS:=1e-2 3e-2 1e-1 3e-1}" "${STEPS:=32000}"
     : "${SEEDS:=1 2 3}" "${DATA:=data/stdlib_bpe}"
     OWN_DATA=data/stdlib_bpe TOKENIZER='bpe --val_tokens=1e6'
     MORE='--n_layer=1 --n_embd=8 --n_head=1 --batch_size=4 --block_size=16 --compile --log_every=50' ;;
-  *) refuse "no grid '$GRID'; should be paper, ablation, demo or proxy" ;;
+  *) refuse "no grid '$GRID'; should be paper, ablation, demo, shift or proxy" ;;
 esac
 [ $# -le 1 ] || refuse "one grid at a time, not '$*'"
 if [ "$TOKENIZER" ]; then  # a grid for a CPU
@@ -46,13 +65,14 @@ if [ "$TOKENIZER" ]; then  # a grid for a CPU
   : "${SIZES:=tiny}" "${LOGITS_DTYPE:=bfloat16}" "${JOBS:=$(getconf _NPROCESSORS_ONLN)}" "${NPROC:=1}"
   export OMP_NUM_THREADS=1
 fi
-: "${METHODS:=$PAPER}" "${TYING:=untied}" "${LAMS:=}" "${SEEDS:=1}" "${OUT:=out/$GRID}" "${LOGITS_DTYPE:=}"
+: "${METHODS:=$PAPER}" "${TYING:=untied}" "${LAMS:=}" "${SEEDS:=1}" "${SHIFTS:=0}" "${OUT:=out/$GRID}"
+: "${LOGITS_DTYPE:=}"
 case $OUT in -*) OUT=./$OUT ;; esac
 for name in NPROC JOBS; do
   [[ ${!name} =~ ^[1-9][0-9]{0,3}$ ]] || refuse "$name should be a whole number from 1, is '${!name}'"
 done
 MORE+="${LOGITS_DTYPE:+ --logits_dtype=$LOGITS_DTYPE} --steps=$STEPS"
-export METHODS SIZES LRS TYING LAMS SEEDS STEPS NPROC JOBS OUT DATA MORE GPUS
+export METHODS SIZES LRS TYING LAMS SEEDS SHIFTS EXTRA STEPS NPROC JOBS OUT DATA MORE GPUS
 
 # The plan: per run a line with its name and its flags, from Python, which knows methods, flags and names.
 plan=$(python - <<'PLAN'
@@ -62,23 +82,26 @@ from model import METHODS, base_method
 from train import parser, run_name
 
 def main(_):
-    lists = {name: os.environ[name].split() for name in ('SIZES', 'TYING', 'LRS', 'METHODS', 'SEEDS')}
+    names = 'SIZES', 'TYING', 'LRS', 'METHODS', 'SHIFTS', 'SEEDS'
+    lists = {name: os.environ[name].split() for name in names}
     for name, values in lists.items():
         if not values:
             raise UserError(f'{name} is empty')
     if not set(lists['TYING']) <= {'untied', 'tied'}:
         raise UserError(f'TYING should have untied, tied or both, is {os.environ["TYING"]!r}')
     lists['METHODS'] = list(METHODS) if lists['METHODS'] == ['all'] else lists['METHODS']
-    found = {}
-    for size, tying, lr, method, seed in itertools.product(*lists.values()):
+    plan = []
+    for size, tying, lr, method, shift, seed in itertools.product(*lists.values()):
         method, _, lam = method.partition(':')
         lams = os.environ['LAMS'].split() if METHODS.get(base_method(method)) and not lam else []
         for lam in lams or [lam]:
             flags = [f'--method={method}', f'--lr={lr}', f'--size={size}', f'--seed={seed}']
             flags += [f'--lam={lam}'] if lam else []
-            flags += ['--weight_tying'] if tying == 'tied' else []
-            found[run_name(parse_args(parser(), flags + os.environ['MORE'].split()))] = flags
-    for name, flags in found.items():
+            flags += [f'--mu_shift={shift}'] if shift != '0' else []
+            plan.append(flags + (['--weight_tying'] if tying == 'tied' else []))
+    plan += [line.split() for line in os.environ['EXTRA'].splitlines()]
+    named = {run_name(parse_args(parser(), flags + os.environ['MORE'].split())): flags for flags in plan}
+    for name, flags in named.items():
         print(name, *flags)
 
 run(main)

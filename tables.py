@@ -8,7 +8,7 @@ rows. A cell is a text or (text, marks, grey): marks may hold b (bold) and u (un
 text that is set in grey beside it.
 """
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pandas as pd
@@ -16,22 +16,27 @@ from markupsafe import escape
 from tabulate import tabulate
 
 import paper
-from model import METHODS, SIZES, base_method
+from model import METHODS, ROUNDED, SIZES, base_method
 
 NAMES = {
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
     'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
     'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.', 'laplace_reg': 'Laplace reg.',
-    'spectrum_control': 'spectrum control'}
+    'spectrum_control': 'spectrum control', 'zero_sum': 'zero-sum'}
 SYMBOLS = {
     'test_loss': 'test loss', 'mu_norm': '‖μ‖', 'logit_mean': 'logit mean', 'offset': 'its rms',
     'logit_mean_spread': 'its spread', 'logit_std': 'logit std', 'logit_absmax': 'max |logit|',
-    'cos_mu_h': 'cos(μ, h)', 'rounding_loss': 'of rounding', 'lr_sum': 'Σ lr'}
+    'mu_shift': 'added to μ', 'cos_mu_h': 'cos(μ, h)', 'rounding_loss': 'of rounding', 'lr_sum': 'Σ lr'}
 LRS_COLUMNS = ('size weight_tying method lam lrs lrs_n1 n_lrs diverged seeds lrs_low lrs_high best_lr '
                'best_loss largest_lr largest_lr_loss excess excess_low excess_high').split()
 BOOTSTRAP = 1000           # resamples behind an interval
 CLEARLY = 1.25             # the ranking puts > between two methods if one LRS is this many times the other
 YES = {0: 'no', 1: 'yes'}  # of a column of 0 and 1
+
+SUBSETS = ['none', *(','.join(parts) for n in (1, 2, 3) for parts in combinations(ROUNDED, n))]
+ALL = SUBSETS[-1]
+DEFAULTS = {'mu_shift': 0, 'rounded': ALL}  # what an empty cell of a csv means
+WITHOUT = 'baseline without any rounding'
 
 # --------------------------------------------------------------------------------------------------
 # variants: what has a colour and a column of its own
@@ -59,7 +64,7 @@ def name(variant):
     return ' + '.join(NAMES.get(m, m) for m in method.split('+')) + ('' if lam is None else f' λ={lam:g}')
 
 
-def in_paper_order(rows, by=('weight_tying', 'size', 'method', 'lam', 'lr', 'seed')):
+def in_paper_order(rows, by=('weight_tying', 'size', 'method', 'lam', 'lr', 'mu_shift', 'rounded', 'seed')):
     """The rows sorted by these columns: sizes and methods as in the paper, those that it lacks last."""
     rank = {known: f'{i:02} ' for i, known in enumerate((*SIZES, *METHODS))}
 
@@ -83,6 +88,11 @@ def tyings(rows):
     """(0 or 1, 'untied' or 'tied', the rows of that tying), for each that `rows` have."""
     for tying, part in rows.groupby('weight_tying'):
         yield int(tying), ('untied', 'tied')[int(tying)], part
+
+
+def usual(rows):
+    """The rows without a shifted mean and with every rounding, which most tables and figures are of."""
+    return rows[(rows.mu_shift == 0) & (rows.rounded == ALL)]
 
 
 def derive(rows):
@@ -309,12 +319,126 @@ def excess_table(runs, rows):
              'rounding: what rounding to bf16 adds to the loss of the same weights.')
 
 
+# --------------------------------------------------------------------------------------------------
+# the effect of a shifted mean: runs with --mu_shift and --rounded
+
+SETTING = ['size', 'weight_tying', 'lr']
+
+
+def shifted(runs):
+    """
+    The runs of each size, tying, learning rate and variant that has one with a shifted mean, and the columns
+    loss (that at initialisation if the test loss is not finite), excess (the loss minus the mean loss without
+    a shift, of the same variant or else of the baseline) and label (the variant's name, or WITHOUT; '' if
+    only some roundings are on).
+    """
+    rows = runs[runs.groupby([*SETTING, 'variant']).mu_shift.transform('max') > 0]
+    loss = rows.test_loss.where(np.isfinite(rows.test_loss), rows.capped_loss)
+    setting = [rows[column] for column in SETTING]
+    origin = loss[usual(rows).index].reindex(rows.index)
+    baseline = origin.where(rows.method == 'baseline').groupby(setting).transform('mean')
+    origin = origin.groupby([*setting, rows.variant]).transform('mean').fillna(baseline)
+    without = (rows.method == 'baseline') & (rows.rounded == 'none')
+    label = rows.variant.map(name).where(rows.rounded == ALL, '').mask(without, WITHOUT)
+    return rows.assign(loss=loss, excess=loss - origin, label=label)
+
+
+def over_seeds(values, form):
+    """The mean over the seeds and, if there are several, [the lowest, the highest]."""
+    values = values.dropna()
+    words = [format(x, form) for x in (values.mean(), values.min(), values.max())]
+    return '-' if values.empty else words[0] + (f' [{words[1]}, {words[2]}]' if len(values) > 1 else '')
+
+
+def cost_table(rows, where):
+    """The test loss of each method at each norm that was added, from rows of `shifted`."""
+    norms = sorted(rows.mu_shift.unique())
+    lines = [[label, *(over_seeds(part.loss[part.mu_shift == norm], '.3f') for norm in norms)]
+             for label, part in rows[rows.label != ''].groupby('label', sort=False)]
+    return dict(
+        title=f'The cost of a shifted mean, {where}', where='', rows=lines,
+        header=['method', *(f'norm {norm:g}' for norm in norms)],
+        says='Test loss if a vector of this norm is added to every output embedding before training, which '
+             'changes nothing in exact arithmetic (Fact 2). Mean over the seeds [lowest, highest]; a loss '
+             'that is not finite counts as that at initialisation.')
+
+
+def rounding_table(rows, where):
+    """The baseline's test loss and mean logit by which roundings are on, from rows of `shifted`."""
+    rows = rows[rows.method == 'baseline']
+    norms = sorted(rows.mu_shift[rows.rounded != ALL].unique())
+    header, lines = ['rounded to bf16'], {subset: [subset.replace(',', ', ')] for subset in SUBSETS}
+    for norm in norms:
+        header += [f'loss at norm {norm:g}', f'logit mean at {norm:g}']
+        for subset, line in lines.items():
+            part = rows[(rows.mu_shift == norm) & (rows.rounded == subset)]
+            line += [over_seeds(part.loss, '.3f'), over_seeds(part.logit_mean, '+.0f')]
+    return dict(
+        title=f'Which rounding costs what, {where}', where='', header=header,
+        rows=[line for subset, line in lines.items() if set(line[1:]) != {'-'}],
+        says='The baseline by what is rounded: the operands h and E of the logits, the logits, and their '
+             'gradient. Test loss and final mean logit, each the mean over the seeds [lowest, highest].')
+
+
+def shift_tables(runs):
+    """For each size, tying and learning rate with a shifted mean: what it costs, and by which rounding."""
+    tables = []
+    for (size, tying, lr), rows in shifted(runs).groupby(SETTING, sort=False):
+        where = f'{size} {("untied", "tied")[int(tying)]}, lr {lr:g}'
+        if (rows.label != '').any():
+            tables.append(cost_table(rows, where))
+        if (rows.rounded[rows.method == 'baseline'] != ALL).any():
+            tables.append(rounding_table(rows, where))
+    return tables
+
+
+def shift_sentence(runs):
+    """
+    What bf16 costs the baseline at the largest norm added, and what of it the other methods leave, over the
+    seeds that have the runs it takes: one sentence, or '' if there are none.
+    """
+    rows = shifted(runs).assign(seed=lambda rows: rows.seed.fillna(0))
+    rows = rows[rows.logits_dtype.isin(['', 'bfloat16']) & np.isfinite(rows.loss) & (rows.label != '')]
+    norms = rows.mu_shift[(rows.label == 'baseline') & (rows.mu_shift > 0)]
+    if norms.empty:
+        return ''
+    norm, setting = norms.max(), rows.loc[norms.idxmax(), SETTING]
+    rows = rows[(rows[SETTING] == setting).all(axis=1)]
+    losses = rows[rows.mu_shift == norm].pivot_table(index='seed', columns='label', values='loss')
+    exact, instead = losses.get(WITHOUT), 'without rounding'
+    if exact is None:
+        start = rows[(rows.label == 'baseline') & (rows.mu_shift == 0)]
+        exact, instead = start.set_index('seed').loss.reindex(losses.index), 'at norm 0'
+    losses = losses[losses.baseline.notna() & exact.notna()].dropna(axis=1)
+    if losses.empty:
+        return ''
+    seeds = f'; means of {len(losses)} seeds' if len(losses) > 1 else ''
+    loss, exact = losses.mean(), exact[losses.index].mean()
+    cost = loss.baseline - exact
+    numbers = f'({loss.baseline:.2f} instead of {exact:.2f} {instead}{seeds})'
+    if cost < 0.005:
+        return f'At a mean embedding of norm {norm:g} BF16 costs the baseline nothing {numbers}.'
+    left = []
+    for label in rows.label.unique():
+        if label in loss and label not in ('baseline', WITHOUT):
+            rest = loss[label] - exact
+            amount = 'nothing' if rest < 0.005 else 'all' if rest >= cost else f'{rest:.2f}'
+            left.append(f'{label} {amount}' if left else f'; {label} leaves {amount} of it')
+    return (f'At a mean embedding of norm {norm:g} BF16 costs the baseline {cost:.2f} nats {numbers}'
+            f'{", ".join(left)}.')
+
+
+# --------------------------------------------------------------------------------------------------
+# tables of runs and settings
+
+
 def run_table(runs, title='All runs'):
     """The runs, one per line; a column of which nothing is known is left out."""
-    forms = {'seed': 'g', 'lr': 'g', 'test_loss': '.4f', 'mu_norm': '.3g', 'logit_mean': '.3g',
-             'logit_mean_spread': '.3g', 'logit_std': '.3g', 'logit_absmax': '.3g', 'cos_mu_h': '.3f',
-             'r_cos': '.3f', 'r_log': '.3f'}
-    columns = [c for c in forms if runs[c].nunique(dropna=False) > 1 or c != 'seed' and runs[c].notna().any()]
+    forms = {'seed': 'g', 'lr': 'g', 'mu_shift': 'g', 'rounded': 's', 'test_loss': '.4f',
+             'mu_norm': '.3g', 'logit_mean': '.3g', 'logit_mean_spread': '.3g', 'logit_std': '.3g',
+             'logit_absmax': '.3g', 'cos_mu_h': '.3f', 'r_cos': '.3f', 'r_log': '.3f'}
+    unsaid = {**DEFAULTS, 'seed': runs.seed.iloc[0]}  # if all runs have this, it needs no column
+    columns = [c for c in forms if runs[c].notna().any() and not (runs[c] == unsaid.get(c)).all()]
     rows = [[name(r.variant), r['size'], YES[r.weight_tying],
              *('nan' if c == 'test_loss' and pd.isna(r[c]) else shown(r[c], forms[c]) for c in columns),
              YES.get(r.diverged, '')] for _, r in runs.iterrows()]

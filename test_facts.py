@@ -163,6 +163,102 @@ def test_fact_3_does_not_hold_as_the_paper_states_it():
     assert abs(r_log - 1.099) < 5e-4                           # the conclusion does not
 
 
+@pytest.mark.parametrize('method', ['baseline', 'zero_sum'])
+@pytest.mark.parametrize('shift', [0.0, 100.0])
+def test_fact_2_in_50_steps_a_shift_of_all_embeddings_and_zero_sum_change_nothing_else(method, shift):
+    results = []
+    for method_, norm in (('baseline', 0.0), (method, shift)):
+        gpt = tiny_gpt(method_)
+        train.shift_mean(gpt.E, norm, seed=1)
+        mu = gpt.E.detach().mean(dim=0)
+        losses = [stats['loss'] for stats, _ in train_steps(gpt, method_, 50)]
+        results.append((torch.stack(losses), weights(gpt), mu))
+    (losses, base, mu), (shifted_losses, shifted, shifted_mu) = results
+    close((shifted_mu - mu).norm(), torch.tensor(shift, dtype=F64))
+    close(shifted_losses, losses, rtol=0, atol=1e-9)
+    difference = shifted.pop('lm_head.weight') - base.pop('lm_head.weight')
+    close(shifted, base, rtol=0, atol=1e-9)
+    close(difference, (shifted_mu - mu).expand_as(difference), rtol=0, atol=1e-9)
+
+
+def gradient_rounded_to_bf16(method='baseline'):
+    return config_64(method, logits_dtype='bfloat16', rounded='gradient')
+
+
+def test_fact_4_a_rounded_gradient_of_the_logits_pushes_h_along_mu(chunks_of):
+    """
+    The gradient of the logits g = p - y sums to 0 over the vocabulary, rounded to bf16 it is g + delta.
+    So dL/dh is the exact one plus (sum_i delta_i) mu plus sum_i delta_i (e_i - mu). The middle term is 0
+    where mu is, and zero_sum takes it away.
+    """
+    chunks_of(7)
+    for h, E, targets in random_heads():
+        p, mu = (h @ E.T).softmax(dim=1), E.mean(dim=0)
+        g = p - F.one_hot(targets, len(E))
+        delta = g.bfloat16().double() - g
+        scale = E.abs().max().item()
+        close(g.sum(dim=1), torch.zeros(len(h), dtype=F64), rtol=0, atol=1e-12)
+        along_mu, rest = delta.sum(dim=1)[:, None] * mu, delta @ (E - mu)
+        for method, expected in (('baseline', g @ E + along_mu + rest), ('zero_sum', g @ E + rest)):
+            for chunked in (False, True):
+                h_ = h.clone().requires_grad_()
+                loss, _ = head_loss(h_, E, targets, gradient_rounded_to_bf16(method), chunked)
+                if chunked:
+                    close(torch.autograd.grad(loss, h_)[0] * len(h), expected, rtol=1e-9, atol=1e-11 * scale)
+        sums = model.gradient_sums(h, E, targets, gradient_rounded_to_bf16())
+        close(sums, delta.sum(dim=1), rtol=1e-9, atol=1e-12)
+        centered = E - mu
+        close((g + delta) @ centered, g @ E + rest, rtol=1e-9, atol=1e-11 * scale)
+
+
+def test_fact_4_below_2_to_the_minus_9_the_rounding_of_p_t_minus_1_is_minus_p_t():
+    """
+    For every p_t that bf16 has. So the rounded gradient sums to less than 0 on average, if most p_t are that
+    small; above 2^-9 an error has either sign.
+    """
+    p = torch.arange(1, 2**15, dtype=torch.int16).view(torch.bfloat16)
+    p = p[p <= 1].double()
+    lost = (p - 1).bfloat16() == -1
+    assert torch.equal(lost, p <= BF16_UNIT) and lost.sum() > 10_000  # a tie goes to the even -1
+    g = generator(0)
+    logits = normal(g, 4096, 1000)  # most p_t are below 2^-9
+    targets = torch.multinomial(logits.softmax(dim=1), 1, generator=g)  # as often as the model predicts
+    grad = logits.softmax(dim=1).scatter_add(1, targets, -torch.ones(4096, 1, dtype=F64))
+    error = grad.bfloat16().double() - grad
+    of_target = error.gather(1, targets)
+    sums, others = error.sum(dim=1), error.sum(dim=1) - of_target.squeeze(1)
+    for values, expected in ((others, 0.0), (sums, of_target.mean().item())):
+        assert abs(values.mean().item() - expected) < 5 * values.std().item() / 64  # standard error of 4096
+    assert sums.mean() < -5 * sums.std() / 64
+
+
+@pytest.mark.parametrize('rounded', ['none', 'operands', 'logits', 'gradient', 'operands,logits',
+                                     'operands,gradient', 'logits,gradient', 'operands,logits,gradient'])
+def test_each_part_is_rounded_where_it_is_named_and_only_there(rounded, chunks_of):
+    """Products in float64, so that the parts rounded to bf16 are known to all digits in both heads."""
+    chunks_of(7)
+    def low(part, x):
+        return x.bfloat16().double() if part in rounded else x
+    config = config_64(logits_dtype='bfloat16', rounded=rounded)
+    for h, E, targets in random_heads(20):
+        h_low, E_low = low('operands', h), low('operands', E)
+        logits = low('logits', h_low @ E_low.T).requires_grad_()
+        loss = F.cross_entropy(logits, targets, reduction='sum')
+        grad = low('gradient', torch.autograd.grad(loss, logits)[0])
+        exact = grad @ E_low, grad.T @ h_low
+        close(model.head_stats(h, E, targets, config)['loss'], loss.detach(), rtol=1e-10, atol=1e-10)
+        h.requires_grad_(), E.requires_grad_()
+        total, _ = ChunkedHead.apply(h, E, targets, config)
+        for found, expected in zip(torch.autograd.grad(total, (h, E)), exact, strict=True):
+            close(found, expected, rtol=1e-9, atol=1e-10 * max(1, expected.abs().max().item()))
+        # in the plain head a gradient that passes a rounded logit or operand is rounded there, if any is
+        unit = 2 * BF16_UNIT if 'gradient' in rounded else 1e-9
+        total, _ = plain_head(h, E, targets, config)
+        bounds = grad.abs() @ E_low.abs(), grad.abs().T @ h_low.abs()
+        for found, expected, bound in zip(torch.autograd.grad(total, (h, E)), exact, bounds, strict=True):
+            assert ((found - expected).abs() <= unit * bound + 1e-10).all()
+
+
 # --------------------------------------------------------------------------------------------------
 # every method is its equation, in both heads
 
@@ -210,6 +306,7 @@ def equations(method, h, E, targets, lam, cap):
 def head_loss(h, E, targets, config, chunked):
     """What training minimises, a mean over positions, from one of the two heads; and its statistics."""
     loss, stats = (ChunkedHead.apply if chunked else plain_head)(h, E, targets, config)
+    stats.pop('gradient_sum', None)  # which only the chunked head can see
     return loss / len(h) + embeddings_to_loss(E, config, STEP), stats
 
 
@@ -294,7 +391,8 @@ def test_capped_logits_are_rounded_once_more():
     logits = (30 * torch.randn(64, 100, generator=g)).bfloat16()
     targets = torch.randint(100, (64,), generator=g)
     capped = (9 * torch.tanh(logits.float() / 9)).bfloat16()
-    _, stats = logits_to_loss(logits, targets, GPTConfig(method='soft_capping', cap=9.0))
+    config = GPTConfig(method='soft_capping', cap=9.0, logits_dtype='bfloat16')
+    _, stats = logits_to_loss(logits, targets, config)
     close(stats['loss'], F.cross_entropy(capped.double(), targets, reduction='sum'), rtol=1e-6, atol=0)
 
 

@@ -29,17 +29,7 @@ import data
 from checkpoint import Run, Signals, load_checkpoint, provenance
 from common import UserError, number, parse_args
 from common import run as run_program
-from model import (
-    GPT,
-    METHODS,
-    SIZES,
-    GPTConfig,
-    base_method,
-    embeddings_to_loss,
-    gpt_config,
-    merge_stats,
-    swiglu_width,
-)
+from model import GPT, METHODS, ROUNDED, SIZES, base_method, embeddings_to_loss, gpt_config, merge_stats
 
 # Dense BF16 peak in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of a GPU's name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'B200': 2250,
@@ -53,6 +43,15 @@ WHOLE, COUNT, POSITIVE = number(least=0, integer=True), number(least=1, integer=
 EXTENT, SEED = number(least=1, below=2**16 + 1, integer=True), number(least=0, below=2**32, integer=True)
 COMBINED = [f'{method}+mu_centering' for method in METHODS if method not in ('baseline', 'mu_centering')]
 DTYPES = ['bfloat16', 'float32', 'float64']
+
+
+def rounded_parts(text):
+    """An argparse type: some of ROUNDED, separated by commas, or none."""
+    parts = [] if text == 'none' else text.split(',')
+    if not set(parts) <= set(ROUNDED):
+        raise argparse.ArgumentTypeError(f'should be none or some of {",".join(ROUNDED)}, is {text!r}')
+    return ','.join(part for part in ROUNDED if part in parts) or 'none'
+
 
 # name: (default or None for one that fill_in finds, type or choices, meaning)
 FLAGS = {
@@ -72,6 +71,7 @@ FLAGS = {
         'vocab_size': (None, EXTENT, "rows V of the head (default 50304; tiny: as the data need)"),
         'block_size': (2048, COUNT, 'sequence length in tokens'),
         'rope_fraction': (0.5, number(least=0, below=1.001), 'share of each head that RoPE rotates'),
+        'mu_shift': (0.0, number(least=0, below=1e30), 'norm of a random vector added to all e_i at first'),
     },
     'optimization (Appendix A)': {
         'lr': (3e-3, number(above=0, below=1e33), 'peak learning rate η, Eq. 18'),
@@ -89,6 +89,7 @@ FLAGS = {
         'device': (None, ['cuda', 'cpu'], 'default: cuda if there is a GPU'),
         'dtype': (None, DTYPES, 'of the products (default: bfloat16, which is autocast; on a CPU float32)'),
         'logits_dtype': (None, DTYPES, 'what the logits are rounded to, on a CPU too (default: --dtype)'),
+        'rounded': (','.join(ROUNDED), rounded_parts, 'which of these --logits_dtype rounds, or none'),
         'micro_batch_size': (None, COUNT, 'sequences per forward pass and process (default: what fits)'),
         'head': ('chunked', ['chunked', 'plain'], 'plain holds tokens x vocabulary logits'),
         'compile': (None, bool, 'torch.compile (default: on cuda)'),
@@ -125,10 +126,15 @@ def parser():
 
 
 def run_name(args):
-    """<size>-<tied|untied>-<method>[-lam<λ>]-lr<lr>-s<seed>, numbers as %g: a run's folder in a sweep."""
+    """
+    <size>-<tied|untied>-<method>[-lam<λ>]-lr<lr>[-shift<X>][-rounded_<a+b>]-s<seed>, numbers as %g: a run's
+    folder in a sweep.
+    """
     lam, tying = METHODS[base_method(args.method)], 'tied' if args.weight_tying else 'untied'
     lam = '' if lam is None else f'-lam{lam if args.lam is None else args.lam:g}'
-    return f'{args.size}-{tying}-{args.method}{lam}-lr{args.lr:g}-s{args.seed}'
+    shift = f'-shift{args.mu_shift:g}' if args.mu_shift else ''
+    rounded = '' if args.rounded == ','.join(ROUNDED) else f'-rounded_{args.rounded.replace(",", "+")}'
+    return f'{args.size}-{tying}-{args.method}{lam}-lr{args.lr:g}{shift}{rounded}-s{args.seed}'
 
 
 def fill_in(args, device_type, world_size):
@@ -137,7 +143,7 @@ def fill_in(args, device_type, world_size):
     args.dtype = args.dtype or ('bfloat16' if on_gpu else 'float32')
     for name, value in {
             **SIZES[args.size], 'logits_dtype': args.dtype, 'compile': on_gpu, 'warmup': args.steps // 20,
-            'lam': METHODS[base_method(args.method)] or GPTConfig.lam,
+            'lam': METHODS[base_method(args.method)] or 1e-4,
             'eval_tokens': 2**20 if on_gpu else 2**14, 'test_tokens': 10 * 2**20 if on_gpu else 2**17,
             'out': f'out/train/{run_name(args)}'}.items():
         if getattr(args, name) is None:
@@ -155,6 +161,11 @@ def fill_in(args, device_type, world_size):
            f'--lam={args.lam:g} should be at most 1 with --method={args.method}: E <- (1 - lam) E')
     refuse(args.center_every > 1 and not centers(args.method),
            f'--center_every needs --method=mu_centering, not {args.method}')
+    refuse(args.mu_shift and (args.weight_tying or args.init_from),
+           '--mu_shift needs a new, untied model, without --weight_tying (which would move the input '
+           'embeddings too) and --init_from')
+    refuse(args.rounded != ','.join(ROUNDED) and args.dtype == 'bfloat16',
+           f'--rounded={args.rounded} needs --dtype=float32: products in bfloat16 round all of it')
     refuse(args.min_lr > args.lr, f'--min_lr={args.min_lr:g} should not be above --lr={args.lr:g}')
     refuse(args.warmup >= args.steps, f'--warmup={args.warmup} should be below --steps={args.steps}')
     share, rest = divmod(args.batch_size, world_size)
@@ -256,7 +267,7 @@ def fitting_micro_batch(per_process, config, device):
     """
     tokens = 16384
     if device.type == 'cuda':
-        per_token = config.n_layer * (40 * config.n_embd + 8 * swiglu_width(config.n_embd))
+        per_token = config.n_layer * (40 * config.n_embd + 8 * config.n_hidden)
         tokens = 0.7 * torch.cuda.mem_get_info(device)[0] / per_token
     divisors = (m for m in range(1, per_process + 1) if per_process % m == 0)
     return max((m for m in divisors if m * config.block_size <= tokens), default=1)
@@ -356,7 +367,7 @@ def log_entry(step, lr, stats, grad_norm, E, n_tokens):
     return {'step': step, 'loss': mean['loss'], 'reg': mean['reg'], 'lr': lr, 'grad_norm': grad_norm.item(),
             'mu_norm': E.detach().mean(dim=0).norm().item(), 'logit_mean': mean['logit_mean'],
             'logit_mean_spread': spread, 'logit_std': mean['logit_std'], 'logit_absmax': mean['logit_absmax'],
-            'logit_max': stats['logit_max'].item()}
+            'logit_max': stats['logit_max'].item(), 'gradient_sum': mean.get('gradient_sum')}
 
 
 def log_line(entry, steps, seconds_left):
@@ -429,13 +440,21 @@ def result_of(args, model, counters, step, loss, broken):
         'method': args.method, 'size': args.size, 'n_params': model.n_params(),
         'weight_tying': int(args.weight_tying), 'lam': None if METHODS[method] is None else args.lam,
         'cap': args.cap if method == 'soft_capping' else None, 'lr': args.lr, 'seed': args.seed,
-        'steps': args.steps, 'logits_dtype': args.logits_dtype, 'init_loss': counters['init_loss'],
+        'steps': args.steps, 'logits_dtype': args.logits_dtype, 'mu_shift': args.mu_shift,
+        'rounded': args.rounded, 'init_loss': counters['init_loss'],
         'test_loss': loss, 'diverged': 1 if broken else None,
         'diverged_step': min(step, made + 1) if broken else None,
         'mu_norm': model.E.detach().mean(dim=0).norm().item(),
         'lr_sum': sum(learning_rate(i, args) for i in range(made)), 'train_seconds': counters['elapsed'],
         'tokens_per_second': tokens / seconds if seconds else None,
         'device': args.device_name + (f' x {args.processes}' if args.processes > 1 else '')}
+
+
+def shift_mean(E, norm, seed):
+    """Adds a random vector of this norm to every e_i. By Fact 2 only rounding can tell the difference."""
+    direction = torch.randn(E.size(1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    with torch.no_grad():
+        E += (norm * direction / direction.norm()).to(E)
 
 
 def wrap_in_ddp(model, device):
@@ -486,6 +505,7 @@ def main(argv=None):
     config = gpt_config(vars(args))
     torch.manual_seed(args.seed)
     raw_model = GPT(config).to(device, torch.float64 if args.dtype == 'float64' else torch.float32)
+    shift_mean(raw_model.E, args.mu_shift, args.seed)
     optimizer = torch.optim.AdamW(raw_model.parameters(), lr=args.lr, betas=(args.beta1, args.beta2),
                                   eps=args.eps, weight_decay=0.0, fused=True)
     per_process = args.batch_size // world_size

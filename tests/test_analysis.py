@@ -193,6 +193,167 @@ def test_a_table_in_every_form():
         assert cell.isascii() and not re.search(r'(?<!\\)[#_^%~]', cell)
 
 
+# -------------------- a shifted mean
+
+COSTS = {'baseline': {0: (1.9, 2.0), 300: (2.3, 3.3), 1000: (4.9, 30.0)},
+         'z_loss': {0: (1.95, 1.95), 1000: (2.4, 2.5)}, 'mu_centering': {0: (1.9, 2.0), 1000: (1.92, 2.0)}}
+
+
+def shift_rows(**more):
+    """Two seeds of three methods at several norms, and of the baseline without all or some roundings."""
+    cells = [(method, norm, tables.ALL, losses) for method, norms in COSTS.items()
+             for norm, losses in norms.items()]
+    cells += [('baseline', 1000, 'none', (1.9, 2.0)), ('baseline', 1000, 'logits,gradient', (3.0, 3.5))]
+    return [row(method, 'tiny', 0.01, loss, mu_shift=norm, rounded=rounded, seed=seed, init_loss=5.7,
+                logit_mean=490 if 'gradient' in rounded else 6, logits_dtype='bfloat16', **more)
+            for method, norm, rounded, losses in cells for seed, loss in enumerate(losses, 1)]
+
+
+def test_shift_and_rounding_have_defaults_are_checked_and_tell_runs_apart():
+    assert len(set(tables.SUBSETS)) == 8 and tables.SUBSETS[-1] == 'operands,logits,gradient'
+    rows = [row(seed=1), row(seed=1, mu_shift=300), *(row(seed=2, rounded=r) for r in tables.SUBSETS)]
+    runs = runs_of(rows)
+    found = runs[runs.seed == 1]
+    assert list(found.mu_shift) == [0, 300] and set(found.rounded) == {tables.ALL}
+    assert set(runs.rounded) == set(tables.SUBSETS) and list(tables.usual(runs).seed) == [1, 2]
+    refused(lambda: runs_of([row(), row(mu_shift=0, rounded=tables.ALL)]), 'twice', 'mu_shift=0', 'rounded=')
+    for column, wrong in (('rounded', 'logits,operands'), ('rounded', 'all'), ('rounded', 'logits,logits'),
+                          ('mu_shift', '-1'), ('mu_shift', 'inf')):
+        refused(lambda wrong=wrong, column=column: runs_of([row(**{column: wrong})]), column, wrong)
+
+
+def test_the_usual_tables_do_not_see_a_shift(tmp_path, capsys, undrawn):
+    known = {'steps': 100, 'train_seconds': 9, 'logits_dtype': 'bfloat16'}
+    usual = [row(method, 'tiny', lr, 2 + lr, seed=seed, **known)
+             for method in ('baseline', 'z_loss') for lr in (0.01, 0.1) for seed in (1, 2)]
+    shifts = [r for r in shift_rows(train_seconds=99) if r['mu_shift']]
+    shown, lrs = [], []
+    for i, rows in enumerate((usual, usual + shifts)):
+        path, out = tmp_path / f'{i}.csv', tmp_path / f'out{i}'
+        pd.DataFrame(rows).to_csv(path, index=False)
+        analyzed(path, out)
+        lrs.append((out / 'lrs.csv').read_text())
+        shown.append((out / 'tables.md').read_text().split('### '))
+    added = [part.split('\n')[0] for part in shown[1] if part not in shown[0]]
+    assert added == ['The cost of a shifted mean, tiny untied, lr 0.01',
+                     'Which rounding costs what, tiny untied, lr 0.01', 'All runs']
+    assert lrs[0] == lrs[1] and 'added to μ' not in shown[0][-1] and ' added to μ |' in shown[1][-1]
+    capsys.readouterr()
+    pd.DataFrame(shifts).to_csv(path, index=False)
+    assert '<b>At a mean embedding of norm 1000' in analyzed(path, out)
+    said = capsys.readouterr().out
+    assert 'no LRS' not in said and 'no table' not in said and (out / 'lrs.csv').read_text().count('\n') == 1
+
+
+def test_what_a_shift_costs_by_method_and_by_rounding():
+    cost, rounding = tables.shift_tables(runs_of(shift_rows()))
+    assert cost['header'] == ['method', 'norm 0', 'norm 300', 'norm 1000'] and cost['rows'] == [
+        ['baseline', '1.950 [1.900, 2.000]', '2.800 [2.300, 3.300]', '17.450 [4.900, 30.000]'],
+        ['baseline without any rounding', '-', '-', '1.950 [1.900, 2.000]'],
+        ['z-loss', '1.950 [1.950, 1.950]', '-', '2.450 [2.400, 2.500]'],
+        ['μ-centering', '1.950 [1.900, 2.000]', '-', '1.960 [1.920, 2.000]']]
+    assert rounding['header'] == ['rounded to bf16', 'loss at norm 1000', 'logit mean at 1000']
+    assert rounding['rows'] == [['none', '1.950 [1.900, 2.000]', '+6 [+6, +6]'],
+                                ['logits, gradient', '3.250 [3.000, 3.500]', '+490 [+490, +490]'],
+                                ['operands, logits, gradient', '17.450 [4.900, 30.000]', '+490 [+490, +490]']]
+    assert tables.shift_tables(runs_of([row()])) == []
+    one = shift_rows()[:1] + [row(size='tiny', lr=0.01, loss=math.nan, mu_shift=30, seed=1, init_loss=5.7)]
+    (found,) = tables.shift_tables(runs_of(one))  # a loss that is not finite is that at initialisation
+    assert found['rows'] == [['baseline', '1.900', '5.700']]
+    others = [row(lr=0.3), row('mu_loss', 'tiny', 0.01)]  # which were not shifted
+    rows = tables.shifted(runs_of(shift_rows() + others))
+    assert set(rows.lr) == {0.01} and set(rows.method) == set(COSTS)
+    assert set(rows.label) >= {'', tables.WITHOUT}
+    rows = tables.shifted(runs_of([*shift_rows(), row('zero_sum', 'tiny', 0.01, 3, mu_shift=300, seed=1)]))
+    for (method, norm), part in rows[rows.rounded == tables.ALL].groupby(['method', 'mu_shift']):
+        loss = 3 if method == 'zero_sum' else np.mean(COSTS[method][norm])  # which has no run without a shift
+        assert part.excess.mean() == pytest.approx(loss - 1.95)
+
+
+def test_the_sentence_says_what_the_runs_support():
+    def said(keep=lambda r: True, **more):
+        return tables.shift_sentence(runs_of([{**r, **more} for r in shift_rows() if keep(r)]))
+    start = 'At a mean embedding of norm 1000 BF16 costs the baseline '
+    left = '; z-loss leaves 0.50 of it, μ-centering 0.01.'
+    assert said() == start + '15.50 nats (17.45 instead of 1.95 without rounding; means of 2 seeds)' + left
+    one_seed = '3.00 nats (4.90 instead of 1.90 without rounding)' + left.replace('0.01', '0.02')
+    assert said(lambda r: r['seed'] == 1) == start + one_seed
+    all_rounded = said(lambda r: r['rounded'] != 'none')
+    assert all_rounded.startswith(start + '15.50 nats (17.45 instead of 1.95 at norm 0; means of 2 seeds); z')
+    assert said(lambda r: r['method'] == 'baseline').endswith('means of 2 seeds).')
+    # a seed that the baseline lacks without rounding does not count, nor a method that lacks one of its seeds
+    second = said(lambda r: r['rounded'] != 'none' or r['seed'] == 2)
+    assert second.startswith(start + '28.00 nats (30.00 instead of 2.00 without rounding); z-loss')
+    without = said(lambda r: r['method'] != 'z_loss' or r['seed'] == 2)
+    assert without.endswith('; μ-centering leaves 0.01 of it.')
+    short = 'norm 300 BF16 costs the baseline 0.85 nats (2.80 instead of 1.95 at norm 0; means of 2 seeds).'
+    assert said(lambda r: r['mu_shift'] < 1000).endswith(short)
+    assert said(test_loss=2) == start + 'nothing (2.00 instead of 2.00 without rounding; means of 2 seeds).'
+    for keep in (lambda r: not r['mu_shift'], lambda r: r['method'] != 'baseline',
+                 lambda r: r['rounded'] != tables.ALL):
+        assert said(keep) == ''
+    assert said(logits_dtype='float32') == ''
+    worse = [row('soft_capping', 'tiny', 0.01, 40, mu_shift=1000, seed=s) for s in (1, 2)]
+    centered = [row('zero_sum', 'tiny', 0.01, 1.9, mu_shift=1000, seed=s) for s in (1, 2)]
+    both = tables.shift_sentence(runs_of(shift_rows() + worse + centered))
+    assert 'soft-capping all' in both and both.endswith(', zero-sum nothing.')
+
+
+def test_published_baselines_lose_with_the_norm_of_their_mean_embedding():
+    sizes, lrs = set(SIZES) - {'tiny'}, ('0.0003', '0.001', '0.003', '0.01', '0.03', '0.1', '0.3')
+    assert set(paper.MU_NORM) == set(paper.EXCESS) == set(itertools.product(sizes, lrs))
+    points = [(paper.MU_NORM[key], paper.EXCESS[key]) for key in paper.MU_NORM]
+    for least, below, low, high in ((0, 21, -0.005, 0.005), (50, 80, 0.004, 0.04), (144, 210, 0.08, 0.71),
+                                    (320, 470, 1.2, 2.6)):
+        part = [excess for norm, excess in points if least <= norm < below]
+        assert part and all(low <= excess <= high for excess in part)
+    for size in sizes:
+        norms = [paper.MU_NORM[size, lr] for lr in lrs]
+        assert norms == sorted(norms)
+
+
+def test_figures_of_a_shift(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / 'in'
+    folder.mkdir()
+    rows = shift_rows()
+    pd.DataFrame(rows).to_csv(folder / 'results.csv', index=False)
+    logged = [{**r, 'step': step, 'logit_mean': r['logit_mean'] * step} for r in rows for step in (1, 2, 3)]
+    pd.DataFrame(logged).to_csv(folder / 'curves.csv', index=False)
+    drawn, save = {}, plots.save
+
+    def saved(figure, path):
+        drawn[os.path.basename(path)] = [len(ax.lines) for ax in figure.axes]
+        save(figure, path)
+    monkeypatch.setattr(plots, 'save', saved)
+    html = analyzed(folder / 'results.csv', tmp_path / 'out')
+    assert drawn['shift_untied'] == [5 + 2 * 4 + 1]  # five sizes, lines and points of four, and zero
+    assert drawn['mean_logit_untied'] == [2, 6]      # runs of the baseline at norm 300 and 1000
+    assert 'loss_untied' in drawn and 'What a mean embedding of some norm costs, untied' in html
+    assert capsys.readouterr().out.splitlines()[-1].startswith('At a mean embedding of norm 1000 BF16 costs')
+    drawn.clear()
+    pd.DataFrame([r for r in rows if r['mu_shift']]).to_csv(tmp_path / 'r.csv', index=False)
+    analyzed(tmp_path / 'r.csv', tmp_path / 'out')
+    said = capsys.readouterr().out
+    assert not drawn and 'have only the tables and figures of a shifted mean' in said
+    assert 'Loss against' not in said
+
+
+def test_runs_with_a_shift_and_without_rounding_are_analyzed(corpus, tmp_path):
+    flags = [*SMALL, '--steps=20', '--lr=0.01', '--logits_dtype=bfloat16', f'--data={corpus}']
+    for i, more in enumerate(([], ['--mu_shift=1000'], ['--mu_shift=1000', '--rounded=none'])):
+        assert train.main([*flags, *more, f'--out={tmp_path}/runs/{i}']) == 0
+    assert analyze.main([f'{tmp_path}/runs', f'--out={tmp_path}/out']) == 0
+    usual, exact, shifted = read(tmp_path / 'out' / 'results.csv')
+    assert [r['mu_shift'] for r in (usual, exact, shifted)] == ['0', '1000', '1000']
+    assert [r['rounded'] for r in (usual, exact, shifted)] == [tables.ALL, 'none', tables.ALL]
+    assert abs(float(exact['gradient_sum'])) < 1e-6 < 1e-5 < abs(float(shifted['gradient_sum']))
+    assert float(exact['mu_norm']) == pytest.approx(1000, rel=0.01)
+    for name in ('curves', 'distributions'):
+        assert len({(r['mu_shift'], r['rounded']) for r in read(tmp_path / 'out' / f'{name}.csv')}) == 3
+    sums = [float(r['gradient_sum']) for r in read(tmp_path / 'out' / 'curves.csv') if r['rounded'] == 'none']
+    assert sums and max(map(abs, sums)) < 1e-5
+
+
 # -------------------- figures
 
 
@@ -225,7 +386,7 @@ def test_projection_keeps_norms_and_products_with_mu_and_h():
 
 def test_a_row_that_a_fork_adds_to_the_training_curves_is_drawn(monkeypatch):
     numbers = dict.fromkeys(('loss', 'mu_norm', 'logit_mean', 'logit_absmax', 'logit_std', 'seed'), 1.0)
-    logged = {**row(), **numbers, 'lam': math.nan, 'part': ''}
+    logged = {**row(), **numbers, **tables.DEFAULTS, 'lam': math.nan, 'part': ''}
     curves = pd.DataFrame([{**logged, 'step': step} for step in (1, 2)])
     drawn = []
     monkeypatch.setattr(plots, 'save', lambda figure, path: drawn.extend(len(ax.lines) for ax in figure.axes))

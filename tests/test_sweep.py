@@ -66,7 +66,7 @@ class Sweep:
         self.program('python', f'''case $1 in
             train.py) shift; exec {sys.executable} {folder}/fake.py "$@" ;;
             analyze.py) ;;
-            -) plan={plans}/$(env | grep -E '^(METHODS|LRS|MORE)=' | cksum | tr ' ' -)
+            -) plan={plans}/$(env | grep -E '^(METHODS|LRS|SHIFTS|EXTRA|MORE)=' | cksum | tr ' ' -)
                [ -f "$plan" ] || {{ {sys.executable} - >"$plan.$$" && mv "$plan.$$" "$plan"; }}
                cat "$plan" ;;
             esac''')
@@ -120,7 +120,8 @@ def assert_each_ran_once(fake, after):
 def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
     folder = links(str(tmp_path / 'checkout'))
     every = ' '.join((*METHODS, 'max_z_loss+mu_centering'))
-    grids = {'paper': dict(NPROC='4'), 'ablation': {}, 'demo': {}, 'proxy': {},
+    grids = {'paper': dict(NPROC='4'), 'ablation': {}, 'demo': {}, 'proxy': {}, 'shift': {},
+             'demo two': dict(METHODS='z_loss:1e-1 baseline', SHIFTS='0 30'),
              'demo every': dict(METHODS=every, LAMS='1e-2', LOGITS_DTYPE='float32')}
     with ThreadPoolExecutor(2) as pool:
         dry = pool.map(lambda grid: sweep(folder, grid.split()[0], DRY_RUN='1', **grids[grid]), grids)
@@ -138,8 +139,12 @@ def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
     assert {args.data for args in runs['paper']} == {'data/fineweb'}
     assert {args.lam for args in runs['paper']} == {None}  # the method's own
     assert {args.lam for args in runs['ablation']} == {1e-7, 1e-4, 1e-1, 1e2}
-    assert len(runs['demo']) == 8 * 3 and {args.lam for args in runs['demo']} == {None, 0.1}
-    assert {args.method for args in runs['demo'] if args.lam} == {'z_loss', 'mu_loss'}
+    assert len(runs['demo']) == 6 * 3 + 5 and {args.lam for args in runs['demo']} == {None}
+    assert {args.mu_shift for args in runs['demo']} == {0, 300, 1000}
+    assert {(args.method, args.lam) for args in runs['demo two']} == {('z_loss', 0.1), ('baseline', None)}
+    assert len(runs['demo two']) == 2 * 3 * 2 and {args.mu_shift for args in runs['demo two']} == {0, 30}
+    # four methods at five norms, and seven more subsets of roundings at two of them, for three seeds each
+    assert len(runs['shift']) == (4 * 5 + 7 * 2) * 3 and len({args.rounded for args in runs['shift']}) == 8
     demo, proxy = runs['demo'][0], runs['proxy'][0]
     assert (demo.device, demo.logits_dtype, demo.data, demo.steps) == ('cpu', 'bfloat16', 'data/stdlib', 1000)
     assert (proxy.device, proxy.logits_dtype, proxy.data) == ('cpu', 'bfloat16', 'data/stdlib_bpe')
