@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pandas as pd
+import pytest
 
 from conftest import ENV, ROOT
 from model import METHODS
@@ -66,11 +67,6 @@ def test_every_number_of_the_measured_tables_is_that_of_the_csv():
     names = {'baseline': 'baseline', 'z-loss': 'z_loss', 'μ-loss': 'mu_loss', 'μ-centering': 'mu_centering'}
     ours = rows_of('proxy/results.csv')
     columns = ['lr_sum', 'mu_norm', 'rms', 'test_loss', 'rounding_loss']
-    short = re.findall(r'^\| 0\.\d+ \|.*$', read('README.md'), re.M)
-    assert len(short) == 4
-    for line in short:
-        lr, *shown = cells_of(line)
-        assert_row(ours, 'baseline', lr, shown, columns)
     table = re.findall(r'^\|[^|]+, lr .*$', read('results', 'published_here', 'README.md'), re.M)
     assert len(table) == 7
     for line in table:
@@ -81,6 +77,42 @@ def test_every_number_of_the_measured_tables_is_that_of_the_csv():
                 (ours, mine, columns)):
             method, lr = label.split(', lr ')
             assert_row(rows, names[method], lr, shown, which)
+
+
+def test_every_number_of_the_shift_table_is_that_of_the_csv():
+    rows = pd.read_csv(os.path.join(PUBLISHED, 'shift', 'results.csv'))
+    section = read('README.md').split('## What we measured')[1]
+    header, _, *lines = re.findall(r'^\|.*$', section, re.M)
+    names = {'baseline': 'baseline', 'z-loss': 'z_loss', 'μ-centering': 'mu_centering',
+             'zero-sum': 'zero_sum'}
+    assert len(lines) == 5
+    for line in lines:
+        label, *shown = cells_of(line)
+        rounded = 'none' if 'without' in label else 'operands,logits,gradient'
+        part = rows[(rows.method == names[label.split()[0]]) & (rows.rounded == rounded)]
+        for norm, cell in zip(cells_of(header)[1:], shown, strict=True):
+            losses = part[part.mu_shift == float(norm.replace(',', ''))].test_loss
+            numbers = [float(number) for number in re.findall(r'[\d.]+', cell)]
+            found = [losses.mean(), losses.min(), losses.max()] if len(losses) else []
+            assert numbers == [pytest.approx(value, abs=0.0005001) for value in found], (line, norm)
+    at_300 = rows[(rows.method == 'baseline') & (rows.mu_shift == 300)]
+    for rounded, low, high in (('operands,logits,gradient', 1401.5, 1854.5), ('none', -200, 200)):
+        assert at_300[at_300.rounded == rounded].logit_mean.between(low, high).all()
+
+
+def test_every_number_of_the_table_of_roundings_is_that_of_the_csv():
+    rows = pd.read_csv(os.path.join(PUBLISHED, 'shift', 'results.csv'))
+    text = read('results', 'published_here', 'README.md').split('| baseline, rounded to bf16 |')[1]
+    parts = ['none', 'operands', 'logits', 'gradient', 'operands,logits', 'operands,gradient',
+             'logits,gradient', 'operands,logits,gradient']
+    lines = re.findall(r'^\|.*$', text.split('**Proved**')[0], re.M)[1:]
+    for rounded, line in zip(parts, lines, strict=True):
+        part = rows[(rows.method == 'baseline') & (rows.rounded == rounded)]
+        shown = [float(cell.replace(',', '')) for cell in cells_of(line)[1:]]
+        found = [part[part.mu_shift == norm][column].mean() for norm in (300, 1000)
+                 for column in ('test_loss', 'logit_mean')]
+        for value, number, digits in zip(found, shown, (0.0005, 0.5, 0.0005, 0.5), strict=True):
+            assert abs(value - number) <= 1.001 * digits, (line, value)
 
 
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
