@@ -88,6 +88,19 @@ def gpt_config(settings):
 # what the methods do to the loss
 
 
+def to_logits_dtype(x, part, config):
+    """
+    Rounds x to logits_dtype, but keeps its dtype, if config.rounded names this `part` of ROUNDED.
+    Autograd rounds the gradient of x on its way back only if config.rounded names the gradient.
+    """
+    parts = config.rounded.split(',')
+    if part not in parts and not (part == 'logits' and 'gradient' in parts):
+        return x
+    low = x.to(getattr(torch, config.logits_dtype)).to(x.dtype)
+    value, way_back = low if part in parts else x, low if 'gradient' in parts else x
+    return value if value is way_back else way_back + (value - way_back).detach()  # which is value exactly
+
+
 def logits_to_loss(logits, targets, config, with_stats=True):
     """
     The language modeling head (Eq. 1) and the methods that act on its logits.
@@ -169,19 +182,6 @@ def merge_stats(a, b):
     if not a:
         return b
     return {name: torch.maximum(a[name], b[name]) if name == 'logit_max' else a[name] + b[name] for name in b}
-
-
-def to_logits_dtype(x, part, config):
-    """
-    x, rounded to logits_dtype but in its own dtype, if config.rounded has this `part` of ROUNDED; else x.
-    What autograd sends back through it is rounded too, but only if config.rounded has the gradient.
-    """
-    parts = config.rounded.split(',')
-    if part not in parts and not (part == 'logits' and 'gradient' in parts):
-        return x
-    low = x.to(getattr(torch, config.logits_dtype)).to(x.dtype)
-    value, way_back = low if part in parts else x, low if 'gradient' in parts else x
-    return value if value is way_back else way_back + (value - way_back).detach()  # which is value exactly
 
 
 def product_operand(x, config):
