@@ -200,11 +200,10 @@ def test_fact_4_a_rounded_gradient_of_the_logits_pushes_h_along_mu(chunks_of):
         close(g.sum(dim=1), torch.zeros(len(h), dtype=F64), rtol=0, atol=1e-12)
         along_mu, rest = delta.sum(dim=1)[:, None] * mu, delta @ (E - mu)
         for method, expected in (('baseline', g @ E + along_mu + rest), ('zero_sum', g @ E + rest)):
-            for chunked in (False, True):
+            for head in (plain_head, ChunkedHead.apply):
                 h_ = h.clone().requires_grad_()
-                loss, _ = head_loss(h_, E, targets, gradient_rounded_to_bf16(method), chunked)
-                if chunked:
-                    close(torch.autograd.grad(loss, h_)[0] * len(h), expected, rtol=1e-9, atol=1e-11 * scale)
+                loss, _ = head(h_, E, targets, gradient_rounded_to_bf16(method))
+                close(torch.autograd.grad(loss, h_)[0], expected, rtol=1e-9, atol=1e-11 * scale)
         sums = model.gradient_sums(h, E, targets, gradient_rounded_to_bf16())
         close(sums, delta.sum(dim=1), rtol=1e-9, atol=1e-12)
         centered = E - mu
