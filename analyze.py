@@ -31,7 +31,18 @@ import plots
 import tables
 from checkpoint import load_checkpoint
 from common import UserError, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
-from model import GPT, METHODS, SIZES, GPTConfig, base_method, gpt_config, gradient_sums, head_stats, n_chunks
+from model import (
+    GPT,
+    METHODS,
+    SIZES,
+    GPTConfig,
+    base_method,
+    gpt_config,
+    head_operands,
+    logits_to_loss,
+    n_chunks,
+    to_logits_dtype,
+)
 
 POSITIONS = 131_072  # test positions that the statistics are taken over
 WINDOWS = 20         # a run is cut into so many windows to see whether it diverged,
@@ -47,6 +58,8 @@ COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
 KEY = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded']
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
+# what an analysis.json was made with
+ANALYSIS = {'columns': [*SUMMARY, *COLUMNS], 'positions': POSITIONS, 'logits': 'as rounded'}
 DISTRIBUTIONS = [*KEY, 'diverged', 'quantity', *SUMMARY]
 CURVES = [*KEY, *('diverged part step loss reg grad_norm mu_norm logit_mean logit_mean_spread logit_std '
                   'logit_absmax logit_max gradient_sum tokens_per_second mfu elapsed lr_step lr_sum').split()]
@@ -66,64 +79,54 @@ PRINTABLE = ('at most 200 printable characters',
 # a model -> statistics
 
 
-@torch.no_grad()
-def statistics(model, windows):
-    """
-    The paper's quantities (Section 3) over the positions of `windows` (n, T + 1), in fp32, never holding
-    positions x V: a dict name -> values. Per position logit_mean, logit_std, logit_absmax (of soft_capping's
-    capped logits), cos_mu_h, r_cos, r_log (Eq. 11, of l_i = e_i . h), fact_3_premise (the premise of Fact 3
-    holds) and fact_3 (it does not, or the conclusion holds as well); per token r_emb.
-    """
-    config, E = model.config, model.E.float()
-    mu, tiny = E.mean(dim=0), torch.finfo(torch.float32).tiny
-    norm, norm_star, norm_mu = E.norm(dim=1), (E - mu).norm(dim=1), mu.norm()
-    r_emb = norm_star / norm.clamp_min(tiny)
-    names = ('logit_mean', 'logit_std', 'logit_absmax', 'cos_mu_h', 'r_cos', 'r_log')
-    chunks = []
-    for window in windows.split(max(1, 16384 // config.block_size)):
-        h_all = model.hidden(window[:, :-1].to(E.device)).flatten(0, 1).float()
-        for h in h_all.chunk(4 * n_chunks(h_all, E)):  # here are a dozen tensors of n x V, there two
-            logits, mu_h = h @ E.T, h @ mu
-            star = logits - mu_h[:, None]  # e*_i . h
-            largest_cos = (logits.abs() / norm.clamp_min(tiny)).amax(dim=1).clamp_min(tiny)
-            r_cos = (star.abs() / norm_star.clamp_min(tiny)).amax(dim=1) / largest_cos
-            r_log = star.abs().amax(dim=1) / logits.abs().amax(dim=1).clamp_min(tiny)
-            cos_mu_h = mu_h / (h.norm(dim=1).clamp_min(tiny) * norm_mu.clamp_min(tiny))
-            if config.method == 'soft_capping':
-                logits = config.cap * torch.tanh(logits / config.cap)
-            mean, std, absmax = logits.mean(dim=1), logits.std(dim=1, correction=0), logits.abs().amax(dim=1)
-            chunks.append(torch.stack([mean, std, absmax, cos_mu_h, r_cos, r_log]))
-    values = dict(zip(names, torch.cat(chunks, dim=1).cpu(), strict=True))
-    premise = (values['r_cos'] < 1) & bool((r_emb < 1).all())
-    return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(),
-            'fact_3': (~premise | (values['r_log'] < 1)).float()}
-
-
 def positions(model, windows):
-    """Yields h (n, H) and targets (n,) of the positions of `windows` (n, T + 1), some of them at a time."""
+    """Yields h (n, H) and targets (n,) of the positions of `windows` (N, T + 1), some of them at a time."""
     for window in windows.split(max(1, 16384 // model.config.block_size)):
         window = window.to(model.E.device)
         yield model.hidden(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
 
 
 @torch.no_grad()
-def rounding_loss(model, windows):
+def statistics(batches, E, config):
     """
-    What rounding h, E and the logits to logits_dtype costs over `windows` (n, T + 1): the loss with it, in
-    nats, minus that of the same weights with fp32 logits.
+    The paper's quantities (Section 3) over the positions of `batches`, which yields h (n, H) and targets
+    (n,), for output embeddings E (V, H), never holding positions x V: a dict name -> values.
+
+    Per position, of the logits as config rounds and caps them: logit_mean, logit_std, logit_absmax, loss,
+    gradient_sum (the sum of their gradient as rounded) and rounding_loss (the loss minus that of fp32
+    logits). Per position, of l_i = e_i . h in fp32: cos_mu_h, r_cos, r_log (Eq. 11), fact_3_premise (the
+    premise of Fact 3 holds) and fact_3 (it does not, or the conclusion holds as well). Per token r_emb.
     """
-    exact, total = replace(model.config, logits_dtype='float32'), 0.0
-    for h, targets in positions(model, windows):
-        for sign, config in (1, model.config), (-1, exact):
-            total += sign * head_stats(h, model.E, targets, config, with_stats=False)['loss'].item()
-    return total / windows[:, 1:].numel()
+    loss_and_gradient = torch.func.grad_and_value(logits_to_loss, has_aux=True)
+    unrounded, tiny = replace(config, logits_dtype='float32'), torch.finfo(torch.float32).tiny
+    E_32, mu = E.float(), E.float().mean(dim=0)
+    norm, norm_star, norm_mu = E_32.norm(dim=1), (E_32 - mu).norm(dim=1), mu.norm()
+    r_emb = norm_star / norm.clamp_min(tiny)
+    chunks = []
+    for h_all, targets_all in batches:
+        h_op_all, E_op = head_operands(h_all, E, config)
+        n = 4 * n_chunks(h_all, E)  # here are a dozen tensors of n x V, in training two
+        parts = h_all.float().chunk(n), h_op_all.chunk(n), targets_all.chunk(n)
+        for h, h_op, targets in zip(*parts, strict=True):
+            logits = to_logits_dtype(h_op @ E_op.T, 'logits', config)
+            gradient, (_, found) = loss_and_gradient(logits, targets, config)
+            gradient = to_logits_dtype(gradient, 'gradient', config)
+            found['gradient_sum'] = gradient.sum(dim=-1, dtype=torch.float64)
+            del found['reg'], found['logit_mean_squared']
 
-
-@torch.no_grad()
-def gradient_sum(model, windows):
-    """The mean over the positions of `windows` (n, T + 1) of sum_i g_i, g their logits' rounded gradient."""
-    sums = [gradient_sums(h, model.E, targets, model.config) for h, targets in positions(model, windows)]
-    return torch.cat(sums).mean().item()
+            exact, mu_h = h @ E_32.T, h @ mu
+            exact_loss = logits_to_loss(exact, targets, unrounded, with_stats=False)[1]['loss']
+            found['rounding_loss'] = found['loss'].double() - exact_loss.double()
+            star = exact - mu_h[:, None]  # e*_i . h
+            largest_cos = (exact.abs() / norm.clamp_min(tiny)).amax(dim=1).clamp_min(tiny)
+            found['r_cos'] = (star.abs() / norm_star.clamp_min(tiny)).amax(dim=1) / largest_cos
+            found['r_log'] = star.abs().amax(dim=1) / exact.abs().amax(dim=1).clamp_min(tiny)
+            found['cos_mu_h'] = mu_h / (h.norm(dim=1).clamp_min(tiny) * norm_mu.clamp_min(tiny))
+            chunks.append(found)
+    values = {name: torch.cat([chunk[name] for chunk in chunks]).cpu() for name in chunks[0]}
+    premise = (values['r_cos'] < 1) & bool((r_emb < 1).all())
+    return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(),
+            'fact_3': (~premise | (values['r_log'] < 1)).float()}
 
 
 def summary(values):
@@ -145,7 +148,7 @@ def analyze_run(folder):
     changed = os.path.getmtime(path) if os.path.exists(path) else 0
     if os.path.exists(kept) and os.path.getmtime(kept) >= changed:
         found = read_json(kept)
-        if found.get('columns') == [*SUMMARY, *COLUMNS]:  # else an older version has written it
+        if {**found, 'statistics': {}} == {**ANALYSIS, 'statistics': {}}:  # else an older version wrote it
             return found['statistics']
     checkpoint = load_checkpoint(path, ('model', 'config'), 'train this run again')
     try:
@@ -158,14 +161,16 @@ def analyze_run(folder):
     shards = data.load_shards(where, 'val')
     n = min(max(1, POSITIONS // block_size), int(data.count_windows(shards, block_size).sum()))
     windows = torch.from_numpy(data.read_windows(shards, block_size, np.arange(n), vocab_size))
-    values = statistics(model.to('cuda' if torch.cuda.is_available() else 'cpu'), windows)
+    model.to('cuda' if torch.cuda.is_available() else 'cpu')
+    with torch.no_grad():
+        values = statistics(positions(model, windows), model.E, model.config)
     found = {name: summary(v) for name, v in values.items()}
+    for name in ('rounding_loss', 'gradient_sum'):  # means over positions
+        found[name] = found[name]['mean']
     found['logit_mean_spread'] = values['logit_mean'].double().std(correction=0).item()
     found['logit_max'] = values['logit_absmax'].max().item()
     found['mu_norm'] = model.E.detach().mean(dim=0).norm().item()
-    found['rounding_loss'] = rounding_loss(model, windows)
-    found['gradient_sum'] = gradient_sum(model, windows)
-    write_json(kept, {'columns': [*SUMMARY, *COLUMNS], 'statistics': found})
+    write_json(kept, {**ANALYSIS, 'statistics': found})
     return found
 
 

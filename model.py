@@ -32,6 +32,7 @@ METHODS = {
     'laplace_reg': 1.0,        # Zhang et al. (2020)
     'spectrum_control': 1e-4,  # Wang et al. (2020)
     'zero_sum': None,          # Fact 4 in test_facts.py
+    'centered_head': None,     # Fact 2: a head that works on E - mu
 }
 
 ROUNDED = ('operands', 'logits', 'gradient')  # what logits_dtype rounds: h and E, the logits, their gradient
@@ -106,8 +107,8 @@ def logits_to_loss(logits, targets, config, with_stats=True):
     The language modeling head (Eq. 1) and the methods that act on its logits.
 
     logits (N, V) in the dtype that they were rounded to, targets (N,) int64. Returns what training
-    minimises, cross entropy plus regulariser summed over positions, and a dict of detached statistics in
-    float64: `loss` (the bare cross entropy) and `reg`, and those of logit_stats unless with_stats is
+    minimises, cross entropy plus regulariser summed over positions, and a dict of detached statistics,
+    each (N,): `loss` (the bare cross entropy) and `reg`, and those of logit_stats unless with_stats is
     False. The softmax is in fp32.
     """
     full = torch.promote_types(logits.dtype, torch.float32)
@@ -127,7 +128,7 @@ def logits_to_loss(logits, targets, config, with_stats=True):
     if config.method == 'max_z_loss':  # lam (max_i l_i)^2
         reg = config.lam * logits.amax(dim=-1).square()
 
-    stats = {'loss': loss.detach().sum().double(), 'reg': reg.detach().sum().double()}
+    stats = {'loss': loss.detach(), 'reg': reg.detach()}
     if with_stats:
         stats.update(logit_stats(logits.detach()))
     return (loss + reg).sum(), stats
@@ -165,20 +166,24 @@ def embeddings_to_loss(E, config, step=0):
 
 def logit_stats(logits):
     """
-    Statistics of logits (N, V) in float64: mean, its square, standard deviation and largest |logit| of
-    each position over the vocabulary, all summed over positions, and `logit_max`, the largest |logit| of
-    all.
+    Statistics of logits (N, V) over the vocabulary, each (N,) in float64: mean, its square, standard
+    deviation and largest |logit|.
     """
     mean = logits.mean(dim=-1)
     std = (logits - mean[:, None]).square().mean(dim=-1).sqrt().double()
     absmax = torch.maximum(logits.amax(dim=-1), -logits.amin(dim=-1)).double()
     mean = mean.double()  # before it is squared: fp32 would lose the spread of a mean of 1000
-    return {'logit_mean': mean.sum(), 'logit_mean_squared': mean.square().sum(), 'logit_std': std.sum(),
-            'logit_absmax': absmax.sum(), 'logit_max': absmax.amax()}
+    return {'logit_mean': mean, 'logit_mean_squared': mean.square(), 'logit_std': std, 'logit_absmax': absmax}
+
+
+def sum_stats(stats):
+    """Statistics of positions, each (N,), summed in float64; and `logit_max`, the largest |logit| of all."""
+    sums = {name: values.sum().double() for name, values in stats.items()}
+    return {**sums, 'logit_max': stats['logit_absmax'].amax()} if 'logit_absmax' in stats else sums
 
 
 def merge_stats(a, b):
-    """The statistics of two sets of positions as those of one; `a` is {} for no positions."""
+    """The sums of sum_stats of two sets of positions as those of one; `a` is {} for no positions."""
     if not a:
         return b
     return {name: torch.maximum(a[name], b[name]) if name == 'logit_max' else a[name] + b[name] for name in b}
@@ -193,17 +198,25 @@ def product_operand(x, config):
     return to_logits_dtype(x, 'operands', config).to(dtype)
 
 
+def head_operands(h, E, config):
+    """h (N, H) and E (V, H) as they enter the product e_i . h."""
+    if config.method == 'centered_head':  # E - mu in the head alone: the parameters stay as they are
+        E = E - E.detach().mean(dim=0)
+    return product_operand(h, config), product_operand(E, config)
+
+
 def plain_head(h, E, targets, config, with_stats=True):
     """
-    h (N, H), E (V, H), targets (N,) -> the loss summed over positions, and statistics, as logits_to_loss.
+    h (N, H), E (V, H), targets (N,) -> loss and statistics of logits_to_loss, summed over positions.
     Autograd keeps all N x V logits.
     """
-    h, E = product_operand(h, config), product_operand(E, config)
+    h, E = head_operands(h, E, config)
     product = h @ E.T  # l_i = e_i . h, Eq. 1
     if config.method == 'zero_sum':  # dL/dh -= (sum_i g_i) mu, and no logit changes
         mean_logit = h @ E.detach().mean(dim=0)
         product = product - (mean_logit - mean_logit.detach())[:, None]
-    return logits_to_loss(to_logits_dtype(product, 'logits', config), targets, config, with_stats)
+    loss, stats = logits_to_loss(to_logits_dtype(product, 'logits', config), targets, config, with_stats)
+    return loss, sum_stats(stats)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -395,7 +408,8 @@ def loss_and_grad(product, targets, config, with_stats):
     grad, (loss, stats) = grad_and_value(logits, targets, config, with_stats)
     grad = to_logits_dtype(grad, 'gradient', config)
     if with_stats:  # sum_i g_i: 0 before rounding, for the cross entropy
-        stats['gradient_sum'] = grad.sum(dim=-1, dtype=loss.dtype).double().sum()
+        stats['gradient_sum'] = grad.sum(dim=-1, dtype=loss.dtype).double()
+    stats = sum_stats(stats)
     # Writing in place is free in a fused kernel and one more pass otherwise; Inductor for CPUs fails on
     # it in norm_softmax.
     if torch.compiler.is_compiling() and config.method != 'norm_softmax':
@@ -420,7 +434,7 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, E, targets, config, with_stats=True, loss_and_grad=loss_and_grad):
         n = n_chunks(h, E)
-        h_op, E_op = product_operand(h, config), product_operand(E, config)
+        h_op, E_op = head_operands(h, E, config)
         grad_h, grad_E = torch.empty_like(h), torch.zeros_like(E)
         loss, stats = 0, {}
         mu = E_op.to(E.dtype).mean(dim=0) if config.method == 'zero_sum' else None
@@ -448,20 +462,9 @@ class ChunkedHead(torch.autograd.Function):
 def head_stats(h, E, targets, config, with_stats=True):
     """The statistics of logits_to_loss for h (N, H), chunk by chunk and without gradients: evaluation."""
     n = n_chunks(h, E)
-    h_op, E_op = product_operand(h, config), product_operand(E, config)
+    h_op, E_op = head_operands(h, E, config)
     stats = {}
     for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n), strict=True):
         logits = to_logits_dtype(h_c @ E_op.T, 'logits', config)
-        stats = merge_stats(stats, logits_to_loss(logits, targets_c, config, with_stats)[1])
+        stats = merge_stats(stats, sum_stats(logits_to_loss(logits, targets_c, config, with_stats)[1]))
     return stats
-
-
-@torch.no_grad()
-def gradient_sums(h, E, targets, config):
-    """sum_i g_i (N,) in float64, where g is the gradient of each position's logits as it is rounded."""
-    n, sums = n_chunks(h, E), []
-    h_op, E_op = product_operand(h, config), product_operand(E, config)
-    for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n), strict=True):
-        grad, _, _ = loss_and_grad(h_c @ E_op.T, targets_c, config, False)
-        sums.append(grad.sum(dim=-1, dtype=torch.float64))
-    return torch.cat(sums)

@@ -19,7 +19,8 @@ COLORS = {
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945',  # these are the paper's
     'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22',
-    'laplace_reg': '#7F6000', 'spectrum_control': '#1A1A1A', 'zero_sum': '#5B2A86'}
+    'laplace_reg': '#7F6000', 'spectrum_control': '#1A1A1A', 'zero_sum': '#5B2A86',
+    'centered_head': '#00797A'}
 STYLES = {'16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
           '221M': ('X', '-'), 'tiny': ('o', '-')}
 LABELS = {

@@ -22,7 +22,7 @@ NAMES = {
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
     'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
     'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.', 'laplace_reg': 'Laplace reg.',
-    'spectrum_control': 'spectrum control', 'zero_sum': 'zero-sum'}
+    'spectrum_control': 'spectrum control', 'zero_sum': 'zero-sum', 'centered_head': 'centered head'}
 SYMBOLS = {
     'test_loss': 'test loss', 'mu_norm': '‖μ‖', 'logit_mean': 'logit mean', 'offset': 'its rms',
     'logit_mean_spread': 'its spread', 'logit_std': 'logit std', 'logit_absmax': 'max |logit|',

@@ -580,7 +580,7 @@ def test_the_csv_files_of_a_sweep(swept):
     assert drifted == {('baseline', True), ('mu_centering', False)}
     assert {r['diverged'] for r in results} == {''}  # too few log lines to say
     assert {r['quantity'] for r in distributions} == set(
-        'logit_mean logit_std logit_absmax cos_mu_h r_cos r_log r_emb fact_3 fact_3_premise'.split())
+        'loss logit_mean logit_std logit_absmax cos_mu_h r_cos r_log r_emb fact_3 fact_3_premise'.split())
     for line in distributions:
         v = {key: float(line[key]) for key in analyze.SUMMARY}
         ordered = [v[key] for key in ('min', 'q25', 'median', 'q75', 'max')]
