@@ -318,14 +318,14 @@ class GPT(nn.Module):
         self.register_buffer('sin', sin, persistent=False)
         self.loss_and_grad = loss_and_grad  # which compile_parts replaces
 
-        # Appendix A: Xavier for every linear weight but the attention's projection, 1 / sqrt(H) for the
-        # input embedding
+        # Appendix A: 1 / sqrt(H) for the input embedding, Xavier for every linear weight but the attention's
+        # projection. It is drawn twice, as in the published runs, so that a seed gives their weights.
         nn.init.normal_(self.wte.weight, std=config.n_embd ** -0.5)
-        for name, module in self.named_modules():
+        for module in self.modules():
             if isinstance(module, nn.Linear):
-                xavier = math.sqrt(2 / sum(module.weight.shape))
-                small = 0.02 / math.sqrt(2 * config.n_layer)
-                nn.init.normal_(module.weight, std=small if name.endswith('attn.proj') else xavier)
+                nn.init.normal_(module.weight, std=math.sqrt(2 / sum(module.weight.shape)))
+        for block in self.blocks:
+            nn.init.normal_(block.attn.proj.weight, std=0.02 / math.sqrt(2 * config.n_layer))
         if config.weight_tying:
             self.wte.weight = self.lm_head.weight
 

@@ -38,10 +38,11 @@ case $GRID in
         EXTRA+="--lr=1e-2 --size=tiny --seed=1 --method=$extra"$'\n'
       done
     fi
-    : "${LRS:=1e-2 1e-1 3e-1}" "${STEPS:=1000}" "${DATA:=data/stdlib}"
+    : "${LRS:=1e-2 3e-1}" "${STEPS:=1000}" "${DATA:=data/stdlib}"
     OWN_DATA=data/stdlib TOKENIZER=bytes MORE='--batch_size=8 --block_size=128 --log_every=2' ;;
   shift)
-    : "${METHODS:=baseline z_loss mu_centering zero_sum}" "${SHIFTS:=0 30 100 300 1000}" "${SEEDS:=1 2 3}"
+    : "${METHODS:=baseline z_loss mu_centering zero_sum centered_head}" "${SEEDS:=1 2 3}"
+    : "${SHIFTS:=0 30 100 300 1000}"
     for shift in $SHIFTS; do for seed in $SEEDS; do
       case $shift in 300 | 1000)  # and for the baseline, which of the roundings it is
         for parts in none operands logits gradient operands,logits operands,gradient logits,gradient; do

@@ -284,10 +284,10 @@ def peak_flops(device_name):
 
 
 def learning_rate(step, args):
-    """η of step 0, 1, ...: lr (step + 1) / (warmup + 1), then a cosine to min_lr at the last step."""
+    """η of step 0, 1, ...: lr (step + 1) / (warmup + 1), then a cosine that would be min_lr at `steps`."""
     if step < args.warmup:
         return args.lr * (step + 1) / (args.warmup + 1)
-    progress = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)
+    progress = (step - args.warmup) / (args.steps - args.warmup)
     return args.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (args.lr - args.min_lr)
 
 
