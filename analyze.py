@@ -41,6 +41,7 @@ from model import (
     head_operands,
     logits_to_loss,
     n_chunks,
+    products,
     to_logits_dtype,
 )
 
@@ -108,9 +109,9 @@ def statistics(batches, E, config):
         n = 4 * n_chunks(h_all, E)  # here are a dozen tensors of n x V, in training two
         parts = h_all.float().chunk(n), h_op_all.chunk(n), targets_all.chunk(n)
         for h, h_op, targets in zip(*parts, strict=True):
-            logits = to_logits_dtype(h_op @ E_op.T, 'logits', config)
+            logits = to_logits_dtype(products(h_op, E_op, config), 'logits', config)
             gradient, (_, found) = loss_and_gradient(logits, targets, config)
-            gradient = to_logits_dtype(gradient, 'gradient', config)
+            gradient = to_logits_dtype(gradient, 'gradient', config).to(h_op.dtype)
             found['gradient_sum'] = gradient.sum(dim=-1, dtype=torch.float64)
             del found['reg'], found['logit_mean_squared']
 

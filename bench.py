@@ -92,7 +92,7 @@ def compare(title, contestants, seconds, device, columns):
             call()
             memory[name] = extra_memory(call, device)
             calls[name] = call
-        except RuntimeError as error:  # out of memory or no compiler: the others are still worth a table
+        except (RuntimeError, UserError) as error:  # no memory or no compiler: the others are worth a table
             print(f'left out: {name}: {type(error).__name__}: {" ".join(str(error).split())[:150]}')
     if not calls:
         raise UserError('nothing could be run, see above', status=1)
@@ -139,7 +139,7 @@ def bench_head(args, device):
     E = (0.1 * torch.randn(args.vocab_size, args.width, generator=g)).to(device).requires_grad_()
     targets = torch.randint(args.vocab_size, (args.tokens,), generator=g).to(device)
     plain, chunked = plain_head, ChunkedHead.apply
-    compiled_plain, compiled = compile_head(plain_head), compile_head(loss_and_grad)
+    compiled_plain, compiled = (compile_head(function, config) for function in (plain_head, loss_and_grad))
     heads = {
         'plain': lambda *x: plain(*x, config, False)[0] / len(h),
         'plain, compiled': lambda *x: compiled_plain(*x, config, False)[0] / len(h),
@@ -187,7 +187,8 @@ def bench_steps(args, device):
                    for method in args.methods}
         config = configs[args.methods[0]]
         # chosen before the first model takes its memory, so that it is the same for all
-        micro = args.micro_batch_size or train.fitting_micro_batch(args.batch_size, config, device)
+        micro = args.micro_batch_size
+        micro = micro or train.fitting_micro_batch(args.batch_size, config, device, args.compile)
         if args.profile:
             profile(training_step(config, micro, args, device), device)
             return
@@ -242,7 +243,8 @@ def main(argv=None):
     add('--block_size', type=count, help='sequence length (default 2048 on a GPU, 128 on a CPU)')
     add('--micro_batch_size', type=count, help='sequences in a forward pass (default: as train.py chooses)')
     add('--vocab_size', type=extent, help='rows of the head (default 50304; 2048 for the step of tiny)')
-    add('--tokens', type=count, help='tokens of --head (default 131072 on a GPU, 1024 on a CPU)')
+    add('--tokens', type=count,
+        help='tokens of --head (default 32768 on a GPU, where the plain head takes 31 GiB; 1024 on a CPU)')
     add('--width', type=extent, help='width H of --head (default 224 on a GPU, 64 on a CPU)')
     args = parse_args(p, argv)
 
@@ -258,7 +260,7 @@ def main(argv=None):
         if wrong:
             raise UserError(f'{name}: {wrong[0]!r} is not one of {", ".join(known)}')
     for name, gpu, cpu in (('dtype', 'bfloat16', 'float32'), ('compile', True, False), ('batch_size', 64, 8),
-                           ('block_size', 2048, 128), ('tokens', 131072, 1024), ('width', 224, 64)):
+                           ('block_size', 2048, 128), ('tokens', 32768, 1024), ('width', 224, 64)):
         if getattr(args, name) is None:
             setattr(args, name, gpu if on_gpu else cpu)
     args.logits_dtype = args.logits_dtype or args.dtype

@@ -77,8 +77,9 @@ class Run:
     def __init__(self, folder, settings, master):
         self.folder, self.settings, self.master = folder, settings, master
         self.lock = self.wandb = None
-        if os.path.exists(self.path('config.json')):
-            check_settings(folder, read_json(self.path('config.json')), settings)
+        self.before = read_json(self.path('config.json')) if self.has('config.json') else {}
+        if self.before:
+            check_settings(folder, self.before, settings)
 
     def path(self, name):
         return os.path.join(self.folder, name)

@@ -17,6 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from common import UserError
+
 # Every method and the default of its lambda, None if it has none: the paper's six, those that it cites, ours.
 METHODS = {
     'baseline': None,
@@ -145,7 +147,7 @@ def embeddings_to_loss(E, config, step=0):
     references of Zhang et al. (2020), whose equations we could not read, so kernel and coefficient are
     ours. spectrum_control pulls the singular values of E towards the exponential prior of Wang et al.
     (2020), there of a factorisation of E, with constants of ours; it takes them from the H x H Gram
-    matrix.
+    matrix. On a GPU the host waits for its eigenvalues in every step.
     """
     if config.method == 'mu_loss':  # L_mu = lam mu . mu, Eq. 14
         return config.lam * E.mean(dim=0).square().sum()
@@ -189,20 +191,19 @@ def merge_stats(a, b):
     return {name: torch.maximum(a[name], b[name]) if name == 'logit_max' else a[name] + b[name] for name in b}
 
 
-def product_operand(x, config):
-    """
-    h or E, rounded to logits_dtype, in the dtype of the product e_i . h. Under bf16 that is a plain cast;
-    bf16 logits under fp32 give the same numbers on a machine that has no bf16 units.
-    """
-    dtype = torch.promote_types(getattr(torch, config.dtype), getattr(torch, config.logits_dtype))
-    return to_logits_dtype(x, 'operands', config).to(dtype)
-
-
 def head_operands(h, E, config):
-    """h (N, H) and E (V, H) as they enter the product e_i . h."""
+    """
+    h (N, H) and E (V, H) as they enter the product e_i . h, in config.dtype. bf16 logits under fp32 give the
+    numbers of bf16 on a machine that has no bf16 units.
+    """
     if config.method == 'centered_head':  # E - mu in the head alone: the parameters stay as they are
         E = E - E.detach().mean(dim=0)
-    return product_operand(h, config), product_operand(E, config)
+    return tuple(to_logits_dtype(x, 'operands', config).to(getattr(torch, config.dtype)) for x in (h, E))
+
+
+def product_dtype(config):
+    """The dtype of the product e_i . h: that of its operands, or logits_dtype if that is wider."""
+    return torch.promote_types(getattr(torch, config.dtype), getattr(torch, config.logits_dtype))
 
 
 def plain_head(h, E, targets, config, with_stats=True):
@@ -210,7 +211,7 @@ def plain_head(h, E, targets, config, with_stats=True):
     h (N, H), E (V, H), targets (N,) -> loss and statistics of logits_to_loss, summed over positions.
     Autograd keeps all N x V logits.
     """
-    h, E = head_operands(h, E, config)
+    h, E = (x.to(product_dtype(config)) for x in head_operands(h, E, config))
     product = h @ E.T  # l_i = e_i . h, Eq. 1
     if config.method == 'zero_sum':  # dL/dh -= (sum_i g_i) mu, and no logit changes
         mean_logit = h @ E.detach().mean(dim=0)
@@ -236,24 +237,22 @@ class LayerNorm(nn.Module):
 
 def rope_tables(config):
     """
-    cos and sin (block_size, d / 2) of m theta_j, theta_j = 10000^(-2j / d), for the d rotated dimensions
-    of a head.
+    The tables of `rotate`, each (block_size, D) for heads of D dimensions: the cosine of m theta_j, theta_j =
+    10000^(-2j / d), for both dimensions of pair j of the first d, and the sine, negative for the first one.
+    1 and 0 for the dimensions that are not rotated.
     """
-    d = int(config.rope_fraction * (config.n_embd // config.n_head)) // 2 * 2
+    D = config.n_embd // config.n_head
+    d = int(config.rope_fraction * D) // 2 * 2
     theta = 10000.0 ** (-torch.arange(0, d, 2).double() / d)
     angle = torch.arange(config.block_size).double()[:, None] * theta
-    return angle.cos().float(), angle.sin().float()
+    angle = F.pad(angle.repeat_interleave(2, dim=1), (0, D - d))
+    return angle.cos().float(), (angle.sin() * torch.tensor([-1.0, 1.0]).repeat(D // 2)).float()
 
 
 def rotate(x, cos, sin):
-    """
-    RoPE: rotates neighbouring pairs of the first d dimensions of x (B, n_head, T, D) by the tables (T, d
-    / 2).
-    """
-    d = 2 * cos.size(-1)
-    even, odd = x[..., 0:d:2], x[..., 1:d:2]
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return torch.cat((rotated, x[..., d:]), dim=-1)
+    """RoPE: rotates neighbouring pairs of dimensions of x (B, n_head, T, D) by the tables (T, D)."""
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * cos + swapped * sin
 
 
 class Attention(nn.Module):
@@ -353,7 +352,7 @@ class GPT(nn.Module):
         unrolled.
         """
         self.hidden = torch.compile(self.hidden, dynamic=False)
-        self.loss_and_grad = compile_head(self.loss_and_grad)
+        self.loss_and_grad = compile_head(self.loss_and_grad, self.config)
 
     def hidden(self, tokens):
         """tokens (B, T) int64 -> final hidden states h (B, T, H)."""
@@ -389,46 +388,73 @@ class GPT(nn.Module):
 
 def n_chunks(h, E):
     """
-    How many chunks the chunked head makes of h. On a GPU a chunk has some thousand tokens, enough to keep
-    it busy and to make up for reading the gradient of E again; on a CPU few enough for its logits to stay
-    in cache.
+    How many chunks the chunked head makes of h. On a GPU a chunk has up to 16,384 tokens, enough to keep it
+    busy and to make up for reading the gradient of E again, and its bf16 logits take at most 1/32 of the
+    memory (not of the free memory, or a resumed run might sum in another order); on a CPU few enough for
+    them to stay in cache.
     """
-    tokens = 4096 if h.device.type == 'cuda' else max(64, min(1024, 2**24 // len(E)))
+    tokens = max(64, min(1024, 2**24 // len(E)))
+    if h.device.type == 'cuda':
+        memory = torch.cuda.get_device_properties(h.device).total_memory
+        tokens = min(16384, max(1024, memory // 32 // (2 * len(E))))
     return -(-len(h) // tokens)
+
+
+def add_product(out, a, b, beta=1):
+    """out <- beta out + a b, summed in the dtype of `out`, which may be wider than that of a and b."""
+    wider = {} if a.dtype == out.dtype else {'out_dtype': out.dtype}
+    if wider and out.device.type != 'cuda':  # which alone has such products
+        a, b, wider = a.to(out.dtype), b.to(out.dtype), {}
+    torch.addmm(out, a, b, beta=beta, out=out, **wider)
+
+
+def products(h, E, config):
+    """The products e_i . h (n, V), Eq. 1, of the operands h (n, H) and E (V, H)."""
+    out = h.new_empty(len(h), len(E), dtype=product_dtype(config))
+    add_product(out, h, E.T, beta=0)
+    return out
 
 
 def loss_and_grad(product, targets, config, with_stats):
     """
-    The products e_i . h (n, V) of a chunk, which are lost -> their gradient in their dtype, the summed
+    The products e_i . h (n, V) of a chunk, which are lost -> their gradient in config.dtype, the summed
     loss and statistics. The gradient is rounded to logits_dtype like the logits. Compiled, this is a few
     fused kernels.
     """
     grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
     logits = to_logits_dtype(product, 'logits', config)
     grad, (loss, stats) = grad_and_value(logits, targets, config, with_stats)
-    grad = to_logits_dtype(grad, 'gradient', config)
+    grad = to_logits_dtype(grad, 'gradient', config).to(getattr(torch, config.dtype))
     if with_stats:  # sum_i g_i: 0 before rounding, for the cross entropy
         stats['gradient_sum'] = grad.sum(dim=-1, dtype=loss.dtype).double()
     stats = sum_stats(stats)
     # Writing in place is free in a fused kernel and one more pass otherwise; Inductor for CPUs fails on
     # it in norm_softmax.
-    if torch.compiler.is_compiling() and config.method != 'norm_softmax':
-        return product.copy_(grad), loss, stats
-    return grad.to(product.dtype), loss, stats
+    if torch.compiler.is_compiling() and config.method != 'norm_softmax' and grad.dtype == product.dtype:
+        grad = product.copy_(grad)
+    return grad, loss, stats
 
 
-def compile_head(function):
+def compile_head(function, config):
     """
-    torch.compile that keeps every rounding to bf16: fused kernels drop a cast down and up unless told not
-    to.
+    torch.compile that keeps every rounding to bf16: fused kernels drop a cast down and up unless told not to.
+    Raises UserError where this version of torch cannot: before 2.13 it drops the rounding of fp32 numbers
+    that stay fp32.
     """
-    return torch.compile(function, dynamic=False, options={'emulate_precision_casts': True})
+    fp32 = config.dtype != 'bfloat16' or config.method == 'soft_capping'  # which rounds once more
+    if torch.__version__ < '2.13' and config.logits_dtype == 'bfloat16' and fp32:
+        raise UserError(f'--compile in torch {torch.__version__} drops the rounding of the logits of '
+                        f'{config.method} in {config.dtype}; 2.13 keeps it, and so does --no-compile')
+    options = {'emulate_precision_casts': True}
+    if torch.cuda.is_available() and config.method not in ('norm_softmax', 'max_z_loss'):
+        options['realize_reads_threshold'] = 1  # log Z of a position is computed once, not for every logit
+    return torch.compile(function, dynamic=False, options=options)
 
 
 class ChunkedHead(torch.autograd.Function):
     """
-    plain_head without the N x V logits. In bf16 each chunk's part of the gradient of E is rounded to bf16
-    and the parts are summed in fp32.
+    plain_head without the N x V logits. Products of bf16 numbers are summed in fp32: a bf16 model rounds
+    the logits and their gradient, but not the gradients of h and E.
     """
 
     @staticmethod
@@ -439,14 +465,11 @@ class ChunkedHead(torch.autograd.Function):
         loss, stats = 0, {}
         mu = E_op.to(E.dtype).mean(dim=0) if config.method == 'zero_sum' else None
         for h_c, targets_c, grad_h_c in zip(h_op.chunk(n), targets.chunk(n), grad_h.chunk(n), strict=True):
-            grad, loss_c, stats_c = loss_and_grad(h_c @ E_op.T, targets_c, config, with_stats)
-            grad_h_c.copy_(grad @ E_op)
+            grad, loss_c, stats_c = loss_and_grad(products(h_c, E_op, config), targets_c, config, with_stats)
+            add_product(grad_h_c, grad, E_op, beta=0)
             if config.method == 'zero_sum':  # dL/dh -= (sum_i g_i) mu
                 grad_h_c -= grad.sum(dim=-1, keepdim=True, dtype=grad_h.dtype) * mu
-            if grad.dtype == grad_E.dtype:
-                grad_E.addmm_(grad.T, h_c)
-            else:
-                grad_E += grad.T @ h_c
+            add_product(grad_E, grad.T, h_c)
             loss, stats = loss + loss_c, merge_stats(stats, stats_c)
             del grad  # before the next chunk takes as much again
         ctx.save_for_backward(grad_h, grad_E)
@@ -465,6 +488,6 @@ def head_stats(h, E, targets, config, with_stats=True):
     h_op, E_op = head_operands(h, E, config)
     stats = {}
     for h_c, targets_c in zip(h_op.chunk(n), targets.chunk(n), strict=True):
-        logits = to_logits_dtype(h_c @ E_op.T, 'logits', config)
+        logits = to_logits_dtype(products(h_c, E_op, config), 'logits', config)
         stats = merge_stats(stats, sum_stats(logits_to_loss(logits, targets_c, config, with_stats)[1]))
     return stats

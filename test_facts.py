@@ -5,6 +5,7 @@ rounding is the point.
 Whoever adds a method adds its equation to `equations`. The tests that run over METHODS then hold both heads,
 their gradients and the evaluation to it.
 """
+import itertools
 import math
 import os
 import re
@@ -21,7 +22,18 @@ import model
 import tables
 import train
 from common import write_json
-from model import GPT, METHODS, SIZES, ChunkedHead, GPTConfig, embeddings_to_loss, logits_to_loss, plain_head
+from conftest import refused
+from model import (
+    GPT,
+    METHODS,
+    SIZES,
+    ChunkedHead,
+    GPTConfig,
+    embeddings_to_loss,
+    logits_to_loss,
+    loss_and_grad,
+    plain_head,
+)
 
 F64 = torch.float64
 BF16_UNIT = 2.0 ** -9  # largest relative error of one rounding to bf16 (8 significant bits)
@@ -412,18 +424,12 @@ def test_capped_logits_are_rounded_once_more():
           rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope='module')
-def compiled():
-    """The body of the chunked head as a GPU run has it."""
-    return model.compile_head(model.loss_and_grad)
-
-
 @pytest.mark.skipif(torch.__version__ < '2.13', reason='older CPU compilers drop casts, and train.py refuses')
 @pytest.mark.parametrize('method, rounded', [
     ('baseline', 'operands,logits,gradient'), ('soft_capping', 'operands,logits,gradient'),
     ('z_loss', 'operands,logits,gradient'), ('norm_softmax', 'operands,logits,gradient'),
     ('baseline', 'none'), ('baseline', 'logits'), ('baseline', 'gradient')])
-def test_compiling_keeps_every_rounding_and_adds_none(method, rounded, compiled):
+def test_compiling_keeps_every_rounding_and_adds_none(method, rounded):
     """A compiler that fuses a cast down with the cast up again would undo what the paper studies."""
     g = generator(0)
     products, targets = 30 * torch.randn(16, 200, generator=g), torch.randint(200, (16,), generator=g)
@@ -431,14 +437,40 @@ def test_compiling_keeps_every_rounding_and_adds_none(method, rounded, compiled)
         products[0], targets[0] = -1e4, 0
         products[0, :11] = torch.tensor([128.5] + [128.0] * 10)
     config = GPTConfig(logits_dtype='bfloat16', method=method, rounded=rounded)
+    compiled = model.compile_head(loss_and_grad, config)
     (grad, eager, _), (found, loss, _) = (function(products.clone(), targets, config, False)
-                                          for function in (model.loss_and_grad, compiled))
+                                          for function in (loss_and_grad, compiled))
     close(loss, eager, rtol=1e-6, atol=0)
     # fp32 may tip a value over to the next bf16 number here and there; a missing rounding would change most
     assert ((grad - found).abs() > 1e-5 * grad.abs() + 1e-30).float().mean() < 0.01
     assert torch.equal(found, found.bfloat16().float()) == ('gradient' in rounded)
     if method == 'baseline':  # the gradient is p - 1, which may be rounded itself
         assert abs(1 + found[0, 0] - (0.091 if 'logits' in rounded else 0.142)) < BF16_UNIT
+
+
+def test_a_compiler_that_drops_a_rounding_is_refused(monkeypatch):
+    """Before torch 2.13 it drops those of fp32 numbers that stay fp32: seen on a CPU and on a GPU."""
+    monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.11.0+cu128'))
+    for method, dtype, logits_dtype in itertools.product(METHODS, *2 * [('float32', 'bfloat16')]):
+        config = GPTConfig(method=method, dtype=dtype, logits_dtype=logits_dtype)
+        if logits_dtype == 'bfloat16' and (dtype == 'float32' or method == 'soft_capping'):
+            refused(lambda config=config: model.compile_head(loss_and_grad, config), '--compile', '2.11')
+        else:
+            model.compile_head(loss_and_grad, config)
+
+
+@pytest.mark.parametrize('low, wide', [('bfloat16', 'float32'), ('float32', 'float32')])
+def test_products_of_narrow_numbers_are_summed_in_the_wide_dtype(low, wide):
+    """1024 products of numbers with 8 bits: a bf16 sum, or a result rounded to bf16, would be off by 2^-9."""
+    low, wide, g = getattr(torch, low), getattr(torch, wide), generator(0)
+    a, b = (torch.randn(shape, generator=g).to(low) for shape in ((5, 1024), (1024, 7)))
+    for beta in (0, 1):
+        out = torch.randn(5, 7, generator=g).to(wide)
+        expected = beta * out.double() + a.double() @ b.double()
+        scale = a.double().abs() @ b.double().abs() + 1
+        out[0, 0] = out[0, 0] if beta else math.nan  # memory that was not written yet
+        model.add_product(out, a, b, beta)
+        assert ((out - expected).abs() <= 1024 * torch.finfo(wide).eps / 2 * scale).all()
 
 
 def test_the_spread_of_the_logit_mean_survives_its_squares():
@@ -836,9 +868,10 @@ def test_rope_depends_on_distance_alone_and_turns_the_first_half():
     for distance in range(-31, 32):
         values = scores[0, 0].diagonal(distance)
         close(values, values[:1].expand_as(values), rtol=0, atol=1e-5)  # the tables are fp32
-    assert torch.equal(model.rotate(q, cos, sin)[..., 16:], q[..., 16:]) and cos.shape == (32, 8)
+    assert torch.equal(model.rotate(q, cos, sin)[..., 16:], q[..., 16:]) and cos.shape == (32, 32)
     # frequencies from the rotated half: theta_j = 10000^(-2j/16)
-    close(cos[1], torch.cos(10000.0 ** (-torch.arange(8, dtype=F64) / 8)), rtol=0, atol=1e-7)
+    theta = 10000.0 ** (-torch.arange(8, dtype=F64) / 8)
+    close(cos[1], torch.cat((theta.cos().repeat_interleave(2), torch.ones(16))), rtol=0, atol=1e-7)
 
 
 def reference_hidden(w, tokens, n_layer, n_head):

@@ -29,7 +29,18 @@ import data
 from checkpoint import Run, Signals, load_checkpoint, provenance
 from common import UserError, number, parse_args
 from common import run as run_program
-from model import GPT, METHODS, ROUNDED, SIZES, base_method, embeddings_to_loss, gpt_config, merge_stats
+from model import (
+    GPT,
+    METHODS,
+    ROUNDED,
+    SIZES,
+    base_method,
+    compile_head,
+    embeddings_to_loss,
+    gpt_config,
+    loss_and_grad,
+    merge_stats,
+)
 
 # Dense BF16 peak in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of a GPU's name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'B200': 2250,
@@ -177,8 +188,8 @@ def fill_in(args, device_type, world_size):
                f'--{name}={getattr(args, name)} should be at least --block_size={args.block_size}')
     refuse('float64' in (args.dtype, args.logits_dtype) and args.dtype != args.logits_dtype,
            f'--dtype={args.dtype} with --logits_dtype={args.logits_dtype}: float64 goes with float64 only')
-    refuse(args.compile and not on_gpu and args.logits_dtype == 'bfloat16' and torch.__version__ < '2.13',
-           f'--compile on a CPU drops the rounding to bfloat16 in torch {torch.__version__}; 2.13 keeps it')
+    if args.compile:
+        compile_head(loss_and_grad, gpt_config(vars(args)))  # which compiles nothing yet, but may refuse to
 
 
 def default_data(on_gpu):
@@ -246,6 +257,7 @@ def find_device(args, local_rank):
         raise UserError(f'--device=cuda: {local_rank + 1} processes here, but {n_gpus} GPUs; should be cpu, '
                         'or fewer processes')
     torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # long sums stay in fp32
     return torch.device('cuda', local_rank)
 
 
@@ -260,14 +272,17 @@ def keep_freed_memory():
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def fitting_micro_batch(per_process, config, device):
+def fitting_micro_batch(per_process, config, device, compiled):
     """
     The most sequences, a divisor of per_process, whose activations should fit the device: about 40 H + 8 F
-    bytes per token and layer (F the width of the SwiGLU) in its free memory; on a CPU 16,384 tokens.
+    bytes per token and layer (F the width of the SwiGLU) in its free memory, compiled 31 H + 4.7 F, and 20 V
+    with the plain head; on a CPU 16,384 tokens.
     """
     tokens = 16384
     if device.type == 'cuda':
-        per_token = config.n_layer * (40 * config.n_embd + 8 * config.n_hidden)
+        of_H, of_F = (31, 4.7) if compiled else (40, 8)
+        per_token = config.n_layer * (of_H * config.n_embd + of_F * config.n_hidden)
+        per_token += 20 * config.vocab_size if config.head == 'plain' else 0
         tokens = 0.7 * torch.cuda.mem_get_info(device)[0] / per_token
     divisors = (m for m in range(1, per_process + 1) if per_process % m == 0)
     return max((m for m in divisors if m * config.block_size <= tokens), default=1)
@@ -508,13 +523,16 @@ def main(argv=None):
     shift_mean(raw_model.E, args.mu_shift, args.seed)
     optimizer = torch.optim.AdamW(raw_model.parameters(), lr=args.lr, betas=(args.beta1, args.beta2),
                                   eps=args.eps, weight_decay=0.0, fused=True)
-    per_process = args.batch_size // world_size
-    args.micro_batch_size = args.micro_batch_size or fitting_micro_batch(per_process, config, device)
     vars(args).update(provenance(device), processes=world_size,
                       data_fingerprint=data.fingerprint(train_shards + val_shards))
 
     # the run's folder: that of another run, done, stopped on the way, or new
-    run = Run(args.out, vars(args), master=rank == 0)
+    run, per_process = Run(args.out, vars(args), master=rank == 0), args.batch_size // world_size
+    earlier = run.before.get('micro_batch_size') if args.deterministic else None
+    if earlier in range(1, per_process + 1) and per_process % earlier == 0:  # a resume sums in the same order
+        args.micro_batch_size = args.micro_batch_size or earlier
+    if not args.micro_batch_size:
+        args.micro_batch_size = fitting_micro_batch(per_process, config, device, args.compile)
     counters = {'elapsed': 0.0, 'step_seconds': 0.0, 'init_loss': None, 'skipped': 0, 'first_step': 0}
     step = 0
     if args.init_from and not run.has('ckpt.pt') and not run.has('result.json'):
@@ -525,7 +543,7 @@ def main(argv=None):
         if step == args.steps:
             raise UserError(f'--init_from={path} is at step {step}, so --steps={args.steps} should be more')
     if parallel:
-        dist.init_process_group('nccl' if on_gpu else 'gloo')
+        dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
     run.take()
     if parallel:
         dist.barrier()  # nobody looks into the folder before it is ours

@@ -1,5 +1,6 @@
 """One training run: what it leaves, logs and reports; signals, --init_from, --compile, and forks."""
 import functools
+import itertools
 import json
 import math
 import os
@@ -189,6 +190,31 @@ def stopped(corpus, tmp_path_factory):
     stop = functools.partial(signal_at_step, signal.SIGTERM, 25)
     finish(process(train.main, [*LONG, f'--data={corpus}', f'--out={out}'], prepare=stop), 143)
     return out
+
+
+def test_a_deterministic_run_resumes_with_the_same_micro_batch(corpus, tmp_path, monkeypatch):
+    """What fits follows the free memory, and a sum in another order has other bits."""
+    def run(name, micro_batch_size, prepare=None, status=0):
+        monkeypatch.setattr(train, 'fitting_micro_batch', lambda *_: micro_batch_size)
+        flags = (*SMALL, '--steps=12', '--log_every=1', '--deterministic', f'--data={corpus}')
+        finish(process(train.main, [*flags, f'--out={tmp_path / name}'], prepare=prepare), status)
+        return str(tmp_path / name)
+    whole = run('whole', 1)
+    run('stopped', 1, functools.partial(signal_at_step, signal.SIGTERM, 5), 143)
+    assert_same(load(run('stopped', 4))['model'], load(whole)['model'])
+
+
+def test_what_fits_a_gpu(monkeypatch):
+    """At most 0.7 of the free memory by the estimate of the docstring, and the next divisor would not fit."""
+    config, device, found = gpt_config({'method': 'baseline', 'vocab_size': 50304}), torch.device('cuda'), {}
+    for gigabytes, head, compiled in itertools.product((8, 20, 80), ('chunked', 'plain'), (True, False)):
+        monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda _, free=gigabytes * 1e9: (free, free))
+        config.head, (of_H, of_F) = head, (31, 4.7) if compiled else (40, 8)
+        per_token = 6 * (of_H * 224 + of_F * 768) + (20 * 50304 if head == 'plain' else 0)
+        most = 0.7 * gigabytes * 1e9 / per_token / 2048
+        micro = found[gigabytes, head, compiled] = train.fitting_micro_batch(64, config, device, compiled)
+        assert 64 % micro == 0 and (micro <= most or micro == 1) and (2 * micro > most or micro == 64)
+    assert [found[8, 'chunked', True], found[8, 'chunked', False], found[80, 'plain', True]] == [32, 16, 16]
 
 
 def test_init_from_with_the_same_settings_ends_as_if_never_stopped(corpus, whole, stopped, tmp_path):
