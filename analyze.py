@@ -72,6 +72,7 @@ SHOULD = {  # what a column should be: in words, and as a test
     'init_loss': ('a number above 0', lambda x: (x > 0) & (x < math.inf)),
     'lr': ('a number above 0', lambda x: (x > 1e-40) & (x < 1e40)),
     **dict.fromkeys(('lam', 'mu_shift'), ('a number from 0', lambda x: (x >= 0) & (x < 1e30))),
+    'step': ('a whole number from 0', lambda x: (x % 1 == 0) & (x >= 0) & (x < 1e15)),
     'seed': ('a whole number', lambda x: x % 1 == 0)}
 PRINTABLE = ('at most 200 printable characters',
              lambda x: x.map(str.isprintable).astype(bool) & (x.str.len() <= 200))
@@ -441,6 +442,9 @@ def from_csv(path):
     settings = read_json(beside('settings.json')) if beside('settings.json') else {}
     if not all(isinstance(values, list) for values in settings.values()):
         raise UserError(f'{beside("settings.json")}: each setting should have a list of values')
+    for name in ('batch_size', 'block_size'):
+        if not all(isinstance(value, int) for value in settings.get(name, [])):
+            raise UserError(f'{beside("settings.json")}: {name} should be a list of whole numbers')
     return *found, settings
 
 

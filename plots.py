@@ -230,7 +230,8 @@ def distributions(rows, path):
     figure, axes = plt.subplots(len(sizes), 4, figsize=(12, 2.1 * len(sizes) + 0.5), squeeze=False)
     for line, size in zip(axes, sizes, strict=True):
         for ax, (quantity, share) in zip(line, shares.items(), strict=True):
-            part = rows[(rows['size'] == size) & (rows.quantity == quantity) & drawable(rows['median'])]
+            whole = drawable(rows[['min', 'q25', 'median', 'q75', 'max']]).all(axis=1)
+            part = rows[(rows['size'] == size) & (rows.quantity == quantity) & whole]
             boxes = part.groupby('lr').agg(
                 q1=('q25', 'mean'), med=('median', 'mean'), q3=('q75', 'mean'), whislo=('min', 'min'),
                 whishi=('max', 'max'), share=(share, 'mean'), diverged=('diverged', 'max'))

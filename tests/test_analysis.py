@@ -593,6 +593,40 @@ def test_the_csv_files_of_a_sweep(swept):
     assert shares == ((values < 1).double().mean(), (values > 0).double().mean())
 
 
+def with_cell(path, column, value):
+    """Puts a value into a column of the first line of a csv, of all lines where `value` is a tuple of one."""
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    table.loc[:0 if isinstance(value, str) else None, column] = value if isinstance(value, str) else value[0]
+    table.to_csv(path, index=False)
+
+
+@pytest.mark.parametrize('name, column, value', [
+    ('curves', 'step', '1e308'), ('curves', 'step', 'x'), ('curves', 'loss', 'low'), ('curves', 'lr', '-1'),
+    ('distributions', 'median', 'x'), ('distributions', 'weight_tying', '2'), ('distributions', 'size', '\0'),
+    ('settings', 'batch_size', ['8']), ('settings', 'steps', 5), ('settings', 'half', None)])
+def test_what_lies_beside_a_csv_is_checked_before_anything_is_written(swept, tmp_path, name, column, value):
+    results, out = shutil.copytree(swept.results, tmp_path / 'results'), tmp_path / 'out'
+    if name == 'settings':
+        text = (results / 'settings.json').read_text()
+        whole = json.dumps({**json.loads(text), column: value})
+        (results / 'settings.json').write_text(whole if value else text[:100])
+        refused(lambda: analyze.main([f'--results={results}/results.csv', f'--out={out}']), 'settings.json')
+    else:
+        with_cell(results / f'{name}.csv', column, value)
+        refused(lambda: analyze.main([f'--results={results}/results.csv', f'--out={out}']),
+                f'{name}.csv line 2', column)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize('column, value', [('min', 'inf'), ('max', '1e308'), ('q75', '')])
+def test_distributions_that_cannot_be_drawn_are_left_out(swept, tmp_path, column, value):
+    results = shutil.copytree(swept.results, tmp_path / 'results')
+    with_cell(results / 'distributions.csv', column, (value,))
+    _, distributions, _, _ = analyze.from_csv(str(results / 'results.csv'))
+    plots.distributions(distributions, str(tmp_path / 'figure'))
+    assert (tmp_path / 'figure.png').stat().st_size > 1000
+
+
 def test_states_of_planned_runs(swept, tmp_path, capsys, undrawn):
     out = shutil.copytree(swept.out, tmp_path / 'out')
     done, failed, running, waiting = sorted(path.parent for path in out.glob('*/result.json'))
