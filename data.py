@@ -28,7 +28,8 @@ def write_shard(path, tokens):
         raise ValueError('shards hold tokens from 0 to 65535')
     header = np.zeros(HEADER, '<i4')
     header[:3] = MAGIC, VERSION, len(tokens)
-    write_atomic(path, lambda file: file.writelines((header.tobytes(), tokens.astype('<u2').tobytes())))
+    tokens = np.ascontiguousarray(tokens, '<u2')  # 200 MB of our own: no copy
+    write_atomic(path, lambda file: file.writelines((header.tobytes(), tokens.data)))
 
 
 def read_shard(path):

@@ -1,17 +1,20 @@
 """Shards, and prepare_fineweb.py: every source and tokenizer, kills, a full disk, two copies at once."""
 import glob
+import io
 import json
 import os
 import signal
 import sys
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import common
 import data
 import prepare_fineweb
 from conftest import python, refused
+from hub import Hub
 from processes import children, finish, folder_hash, gone, one_line, process, stamp, wait_until
 
 
@@ -147,31 +150,70 @@ def test_gpt2_tokens_or_what_to_do_without_them(tmp_path, texts):
     assert tokens[0] == 50256 and tokenizer.decode(tokens[1:].tolist()) == '<|endoftext|>'.join(texts)
 
 
-def test_shards_that_others_published(corpus, tmp_path, monkeypatch):
-    """The hub is a folder here: a val shard, two train shards and no third, and a network that fails once."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError
-    hub, out, broken = tmp_path / 'hub', tmp_path / 'out', {'fineweb_train_000002.bin'}
-    os.makedirs(hub)
-    for name, split in (('val_000000', 'val'), ('train_000001', 'train'), ('train_000002', 'train')):
-        data.write_shard(str(hub / f'fineweb_{name}.bin'), data.load_shards(corpus, split)[0])
+@pytest.fixture
+def hub(tmp_path):
+    """A hub with FineWeb in seven parquet files of 30 texts each, in row groups of 7; hub.texts: theirs."""
+    hub = Hub()
+    rng = np.random.RandomState(0)
+    hub.texts = {f'sample/100BT/00{i}_00000.parquet': [f'{i} {j} ' + 'word ' * rng.randint(200)
+                                                       for j in range(30)] for i in range(7)}
+    hub.env = {'HF_ENDPOINT': hub.url, 'HF_HOME': str(tmp_path / 'hf_home'), 'HF_HUB_OFFLINE': '0',
+               'HF_HUB_DOWNLOAD_TIMEOUT': '1'}
+    hub.sha = hub.commit('HuggingFaceFW/fineweb', {'README.md': README, **parquet_files(hub.texts)})
+    yield hub
+    hub.close()
 
-    def download(repository, file, repo_type, local_dir):
-        if file in broken:
-            raise OSError('no route to host')
-        if not (hub / file).exists():
-            raise EntryNotFoundError('404')
-        (out / file).write_bytes((hub / file).read_bytes())
-        return str(out / file)
-    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', download)
-    flags = ['--source=pretokenized', f'--out={out}']
-    refused(lambda: prepare_fineweb.main(flags), 'no route to host', '--source=stdlib', status=1)
-    assert not common.read_json(str(out / 'meta.json'))['complete']
-    broken.clear()
-    prepare_fineweb.main(flags)
+
+README = b"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-100BT
+  data_files:
+  - split: train
+    path: sample/100BT/*
+---
+"""
+
+
+def parquet_files(texts):
+    """path -> texts as path -> bytes of a parquet file."""
+    files = {}
+    for path, column in texts.items():
+        table = pyarrow.table({'id': [str(i) for i in range(len(column))], 'text': column})
+        with io.BytesIO() as file:
+            pyarrow.parquet.write_table(table, file, row_group_size=7)
+            files[path] = file.getvalue()
+    return files
+
+
+def test_fineweb(hub, tmp_path):
+    """Its files spread, in bytes, up to --tokens: in the midst of a file."""
+    out = tmp_path / 'out'
+    flags = ['--tokenizer=bytes', f'--out={out}', '--val_tokens=3000', '--shard_tokens=9000',
+             '--tokens=45000', '--workers=2']
+    finish(process(prepare_fineweb.main, flags, env=hub.env), 0)
+    taken = [f'sample/100BT/00{i}_00000.parquet' for i in (0, 4, 1, 5)]
+    expected = np.concatenate([[256, *text.encode()] for path in taken for text in hub.texts[path]])
+    assert np.array_equal(tokens_of(out), expected[:48000]) and len(expected) > 48000
     meta = common.read_json(str(out / 'meta.json'))
-    assert meta['complete'] and meta['tokens'] == 100000 and meta['val_tokens'] == 20000
-    assert meta['vocab_size'] == 50257
+    assert meta['complete'] and meta['revision'] == hub.sha
+    assert meta['taken'] == {path: 30 * i for i, path in enumerate(taken)}
+
+
+def test_shards_that_others_published(hub, corpus, tmp_path):
+    """Every n-th of them: of seven train shards the first and the fifth."""
+    out, shard = tmp_path / 'out', open(f'{corpus}/stdlib_train_000000.bin', 'rb').read()
+    names = ['val_000000', *(f'train_{i:06d}' for i in range(1, 8))]
+    sha = hub.commit('a/b', {f'fineweb_{name}.bin': shard for name in names})
+    flags = ['--source=pretokenized', '--name=a/b', f'--out={out}', '--tokens=1e5']
+    finish(process(prepare_fineweb.main, flags, env=hub.env), 0)
+    meta = common.read_json(str(out / 'meta.json'))
+    assert meta['complete'] and meta['tokens'] == 100000 and meta['vocab_size'] == 50257
+    assert meta['revision'] == sha and sorted(meta['taken']) == sorted(glob.glob('*.bin', root_dir=out)) == [
+        'fineweb_train_000001.bin', 'fineweb_train_000005.bin', 'fineweb_val_000000.bin']
 
 
 # -----------------------------------------------------------------------------
