@@ -246,7 +246,7 @@ def progress(done, total):
         if now - said < pause:
             return
         said, rate = now, (done - first) / (now - begin)
-        left = datetime.timedelta(seconds=round((total - done) / rate))
+        left = datetime.timedelta(seconds=round(max(0, total - done) / rate))
         print(f'{done:,} of {total:,} tokens, {rate:,.0f} a second, {left} left', flush=True)
     return report
 
@@ -356,13 +356,14 @@ def main(argv=None):
     meta, taken = dict(found), {}
     if hub:
         repository = sources.FINEWEB if args.source == 'fineweb' else meta['name']
-        print(f'asking the Hugging Face hub for {repository}', flush=True)
+        print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
+              '--tokenizer=bytes', flush=True)
         with sources.naming(f'--name={meta["name"]}'):
             revision = meta['revision'] or 'main'
             meta['revision'] = sources.find_commit(repository, revision, args.retry_minutes)
     if args.source != 'pretokenized':
         texts = sources.read_texts(args, meta, taken)
-        texts = itertools.chain(list(itertools.islice(texts, 1)), texts)
+        texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
         encode = {'gpt2': encode_gpt2, 'bytes': encode_bytes}.get(args.tokenizer)
         if args.tokenizer == 'gpt2':
             gpt2()

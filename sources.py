@@ -47,8 +47,8 @@ def ask(url, what, minutes, headers=None, check=lambda response: None):
             response, reason = getattr(error, 'response', None), first_line(error)
             code = None if response is None else response.status_code
             if code in (401, 403, 404):
-                raise UserError(f'{what}: the hub does not have it or does not give it to you (HTTP {code})',
-                                status=1 if code == 403 else 2) from error
+                raise UserError(f'{what}: not on the hub, or not open to you (HTTP {code}); once it is, the '
+                                'same command resumes', status=1 if code == 403 else 2) from error
             lost = code is None and not isinstance(error, (ValueError, TypeError, OfflineModeIsEnabled))
             if not (lost or code in (408, 429) or (code or 0) >= 500):
                 raise UserError(f'{what}: {reason}', status=1) from error
@@ -56,8 +56,7 @@ def ask(url, what, minutes, headers=None, check=lambda response: None):
             left = begin + 60 * minutes - time.monotonic()
             if left <= 0:
                 raise UserError(f'{what}: {reason}; --retry_minutes={minutes:g} are over, the same command '
-                                'resumes; without a network use --source=stdlib --tokenizer=bytes',
-                                status=1) from error
+                                'resumes', status=1) from error
             asked = '' if response is None else response.headers.get('Retry-After', '')
         wait = min(max(pause, float(asked) if asked.isdigit() else 0), left)
         print(f'{what}: {reason}; trying again in {wait:.0f} s', flush=True)
@@ -74,7 +73,7 @@ def find_commit(repository, revision, minutes):
     """The commit (40 hexadecimal digits) of a branch such as main, or the commit itself if it is there."""
     from huggingface_hub import constants
     url = f'{constants.ENDPOINT}/api/datasets/{repository}/revision/{revision}'
-    return ask(url, f'the dataset {repository}, {revision}', minutes).json()['sha']
+    return ask(url, f'the dataset {repository} at {revision}', minutes).json()['sha']
 
 
 def list_files(repository, commit, folder, minutes):
