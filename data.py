@@ -72,6 +72,15 @@ def vocabulary(folder):
     return size
 
 
+def unfinished(folder):
+    """A line that says so where meta.json knows that prepare_fineweb.py was stopped on the way, else None."""
+    path = os.path.join(folder, 'meta.json')
+    meta = read_json(path) if os.path.exists(path) else {}
+    if meta.get('complete') is False:
+        return (f'{folder} is not complete: it has {meta.get("tokens")} of {meta.get("requested_tokens")} '
+                'training tokens')
+
+
 def fingerprint(shards):
     """A short hash of what the shards hold: each one's length, its first and its last 32,768 tokens."""
     digest = hashlib.sha256()

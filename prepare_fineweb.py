@@ -184,7 +184,7 @@ def encode_all(texts, encode, workers):
                 pending.append(pool.submit(encode_batch, encode, batch))
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            while pending and (len(pending) > 32 + 2 * workers or pending[0].done()):
+            while pending and (len(pending) > 16 + 2 * workers or pending[0].done()):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

@@ -23,7 +23,7 @@ from common import UserError, write_atomic
 
 FINEWEB = 'HuggingFaceFW/fineweb'
 PAUSE = 1.0  # seconds before a request is repeated for the first time; doubles each time, up to a minute
-BLOCK = 2**24  # bytes that a file is read ahead, since every request takes a moment
+BLOCK = 2**23  # bytes that a file is read ahead, since every request takes a moment
 
 
 def ask(url, what, minutes, headers=None, check=lambda response: None):
@@ -161,7 +161,7 @@ class HubFile(io.RawIOBase):
             return b''
         if not 0 <= within <= end - self.start <= len(self.block):
             kept = self.block[within:] if within >= 0 else b''
-            start = self.position + len(kept)
+            start, self.block = self.position + len(kept), b''
             self.block = kept + self.fetch(start, min(self.size, max(end, start + BLOCK)))
             self.start, within = self.position, 0
         self.position = end
