@@ -214,7 +214,7 @@ def stored_meta(folder, settings, fresh):
     meta = read_json(path)
     if meta.get('shards') == 0:
         return fresh
-    meta['name'] = meta.get('name') or NAMES.get(meta.get('source'))
+    meta['name'] = meta.get('name') or NAMES.get(settings['source'])
     for key, value in fresh.items():
         found = meta.get(key)
         if key in settings and found != value:
@@ -251,19 +251,23 @@ def progress(done, total):
     return report
 
 
-def fetch_pretokenized(args, meta, meta_path, report):
-    """Downloads published shards: the val shard, then train shards, spread, until --tokens."""
-    repository, commit, minutes = meta['name'], meta['revision'], args.retry_minutes
+def published_shards(repository, commit, minutes):
+    """The val shard and the train shards of a dataset, these spread, as path -> bytes. UserError without."""
     files = sources.list_files(repository, commit, '', minutes)
     val, train = (fnmatch.filter(sorted(files), f'*_{split}_*.bin') for split in ('val', 'train'))
     if not val or not train:
         raise UserError(f'--name={repository}: this dataset has no shards such as fineweb_train_000001.bin')
+    return {path: files[path] for path in val[:1] + sources.spread(train)}
 
-    for path in (val[:1] + sources.spread(train))[meta['shards']:]:
+
+def fetch_pretokenized(files, args, meta, meta_path, report):
+    """Downloads published_shards one by one until there are --tokens. Finished ones are kept."""
+    for path in list(files)[meta['shards']:]:
         if meta['tokens'] >= args.tokens:
             return
         shard = os.path.join(args.out, os.path.basename(path))
-        fetch = functools.partial(sources.read_range, repository, commit, path, minutes=minutes)
+        fetch = functools.partial(sources.read_range, meta['name'], meta['revision'], path,
+                                  minutes=args.retry_minutes)
         sources.download(fetch, files[path], shard, report)
         tokens = len(read_shard(shard))
         meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
@@ -358,9 +362,11 @@ def main(argv=None):
         repository = sources.FINEWEB if args.source == 'fineweb' else meta['name']
         print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
               '--tokenizer=bytes', flush=True)
-        with sources.naming(f'--name={meta["name"]}'):
+        with sources.naming(repository):
             revision = meta['revision'] or 'main'
             meta['revision'] = sources.find_commit(repository, revision, args.retry_minutes)
+            if args.source == 'pretokenized':
+                files = published_shards(repository, meta['revision'], args.retry_minutes)
     if args.source != 'pretokenized':
         texts = sources.read_texts(args, meta, taken)
         texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
@@ -376,7 +382,8 @@ def main(argv=None):
         write_json(meta_path, meta)
         report = progress(meta['tokens'] + meta['val_tokens'], args.tokens + args.val_tokens)
         if args.source == 'pretokenized':
-            fetch_pretokenized(args, meta, meta_path, report)
+            with sources.naming(repository):
+                fetch_pretokenized(files, args, meta, meta_path, report)
         else:
             if args.tokenizer == 'bpe':
                 tokenizer_path = os.path.join(args.out, 'tokenizer.json')

@@ -14,10 +14,10 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import sysconfig
 import time
+from urllib.parse import quote
 
 from common import UserError, write_atomic
 
@@ -46,17 +46,16 @@ def ask(url, what, minutes, headers=None, check=lambda response: None):
         except Exception as error:  # the kinds differ between versions of the client
             response, reason = getattr(error, 'response', None), first_line(error)
             code = None if response is None else response.status_code
-            if code in (401, 403, 404):
-                raise UserError(f'{what}: not on the hub, or not open to you (HTTP {code}); once it is, the '
-                                'same command resumes', status=1 if code == 403 else 2) from error
+            if code in (401, 404):
+                raise UserError(f'{what}: not on the hub, or not open to you (HTTP {code})') from error
             lost = code is None and not isinstance(error, (ValueError, TypeError, OfflineModeIsEnabled))
             if not (lost or code in (408, 429) or (code or 0) >= 500):
-                raise UserError(f'{what}: {reason}', status=1) from error
+                raise UserError(f'{what}: {reason}; later the same command resumes', status=1) from error
             reason = f'HTTP {code}' if code else f'{type(error).__name__}, {reason}'
             left = begin + 60 * minutes - time.monotonic()
             if left <= 0:
-                raise UserError(f'{what}: {reason}; --retry_minutes={minutes:g} are over, the same command '
-                                'resumes', status=1) from error
+                raise UserError(f'{what}: {reason}; --retry_minutes={minutes:g} are over, later the same '
+                                'command resumes', status=1) from error
             asked = '' if response is None else response.headers.get('Retry-After', '')
         wait = min(max(pause, float(asked) if asked.isdigit() else 0), left)
         print(f'{what}: {reason}; trying again in {wait:.0f} s', flush=True)
@@ -72,15 +71,15 @@ def first_line(error):
 def find_commit(repository, revision, minutes):
     """The commit (40 hexadecimal digits) of a branch such as main, or the commit itself if it is there."""
     from huggingface_hub import constants
-    url = f'{constants.ENDPOINT}/api/datasets/{repository}/revision/{revision}'
+    url = f'{constants.ENDPOINT}/api/datasets/{quote(repository)}/revision/{revision}'
     return ask(url, f'the dataset {repository} at {revision}', minutes).json()['sha']
 
 
 def list_files(repository, commit, folder, minutes):
     """The files of a folder and those below it ('' for all): path -> bytes."""
     from huggingface_hub import constants
-    url = f'{constants.ENDPOINT}/api/datasets/{repository}/tree/{commit}/{folder}'.rstrip('/')
-    url, found = f'{url}?recursive=true', {}
+    url = f'{constants.ENDPOINT}/api/datasets/{quote(repository)}/tree/{commit}/{quote(folder)}'
+    url, found = url.rstrip('/') + '?recursive=true', {}
     while url:  # the hub answers in pages
         response = ask(url, f'the files of {repository}', minutes)
         found.update({entry['path']: entry['size'] for entry in response.json() if entry['type'] == 'file'})
@@ -268,12 +267,11 @@ def local_texts(pattern):
 
 def spread(items):
     """
-    All items, the first one first, in steps of about 0.618 of their number, round and round: however many are
-    taken, they lie evenly spread, and taking more leaves those that were taken as they are.
+    All items in an order in which those that are taken lie evenly spread, however many are taken: by the part
+    after the point of multiples of the golden ratio. The first item stays the first.
     """
-    n = len(items)
-    step = next(step for step in range(round(0.618 * n), n + 2) if math.gcd(step, n) == 1)
-    return [items[i * step % n] for i in range(n)]
+    golden = (5**0.5 - 1) / 2
+    return [items[i] for i in sorted(range(len(items)), key=lambda i: i * golden % 1)]
 
 
 def fineweb_texts(args, meta, taken):
@@ -282,7 +280,8 @@ def fineweb_texts(args, meta, taken):
     spread. Fills in taken: the files that have been opened, each with the number of its first document.
     """
     commit, minutes = meta['revision'], args.retry_minutes
-    files = config_files(FINEWEB, commit, meta['name'], minutes)
+    with naming(FINEWEB):
+        files = config_files(FINEWEB, commit, meta['name'], minutes)
     taken.update(meta['taken'])
     document = meta['documents']
     first = taken.popitem()[1] if taken else 0  # of the file in which the text goes on
