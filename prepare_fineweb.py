@@ -137,7 +137,7 @@ def encode_bpe(path, text):
 
 
 def in_batches(texts):
-    """Lists of some texts, each about a megabyte."""
+    """Lists of 256 texts, or of fewer where they are long."""
     batch, size = [], 0
     for text in texts:
         batch.append(text)

@@ -406,10 +406,14 @@ def test_killed_anywhere_it_ends_with_the_same_shards(prepared, tmp_path):
 
 
 def test_ctrl_c_ends_the_workers_too(tmp_path):
-    flags = flags_of(tmp_path / 'out', '--workers=2')
+    """They leave Ctrl-C to the program: a worker that gets it alone goes on."""
+    flags = flags_of(tmp_path / 'out', '--workers=2', '--tokens=3e7')
     started = process(prepare_fineweb.main, flags, stderr=tmp_path / 'stderr', prepare=os.setpgrp)
     wait_until(lambda: len(glob.glob(f'{tmp_path}/out/*.bin')) >= 2)
     workers = children(started.pid)
+    for worker in workers:
+        os.kill(worker, signal.SIGINT)
+    wait_until(lambda: len(glob.glob(f'{tmp_path}/out/*.bin')) >= 60)  # beyond what was under way
     os.killpg(started.pid, signal.SIGINT)  # as a terminal does
     finish(started, 130)
     assert one_line(tmp_path / 'stderr') == 'error: interrupted\n'
