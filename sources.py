@@ -237,7 +237,7 @@ def parquet_texts(file, path, skip=0):
     other columns, and no thread of Arrow's reads ahead: one that is left can abort Python at its exit.
     """
     import pyarrow.parquet
-    parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+    parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
     columns, row = parquet.schema_arrow.names, 0
     if 'text' not in columns:
         check_text(None, 0, path, columns)
