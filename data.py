@@ -28,7 +28,8 @@ def write_shard(path, tokens):
         raise ValueError('shards hold tokens from 0 to 65535')
     header = np.zeros(HEADER, '<i4')
     header[:3] = MAGIC, VERSION, len(tokens)
-    write_atomic(path, lambda file: file.writelines((header.tobytes(), tokens.astype('<u2').tobytes())))
+    tokens = np.ascontiguousarray(tokens, '<u2')  # 200 MB of our own: no copy
+    write_atomic(path, lambda file: file.writelines((header.tobytes(), tokens.data)))
 
 
 def read_shard(path):
@@ -69,6 +70,15 @@ def vocabulary(folder):
     if type(size) is not int or not 0 < size <= 2**16:
         raise UserError(f'{path}: vocab_size should be a whole number from 1 to 65536, is {size!r}')
     return size
+
+
+def unfinished(folder):
+    """A line that says so where meta.json knows that prepare_fineweb.py was stopped on the way, else None."""
+    path = os.path.join(folder, 'meta.json')
+    meta = read_json(path) if os.path.exists(path) else {}
+    if meta.get('complete') is False:
+        return (f'{folder} is not complete: it has {meta.get("tokens")} of {meta.get("requested_tokens")} '
+                'training tokens')
 
 
 def fingerprint(shards):

@@ -11,25 +11,32 @@ The val shard comes first, then the train shards. Every shard is written whole o
 says how much of the text has been used, so the same command resumes where it was stopped.
 """
 import argparse
+import collections
 import contextlib
+import datetime
+import fnmatch
 import functools
 import glob
-import hashlib
 import itertools
 import json
-import logging
 import multiprocessing
 import os
+import re
 import signal
-import sysconfig
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
-from tqdm import tqdm
 
+import sources
 from common import UserError, lock_folder, make_folder, number, parse_args, read_json, run, write_json
 from data import read_shard, write_shard
 
 PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in our shard format, 100M in each shard
+NAMES = {'fineweb': 'sample-100BT', 'pretokenized': PRETOKENIZED}  # defaults of --name
 
 
 def parser():
@@ -53,73 +60,9 @@ def parser():
                        f'shards the dataset (default {PRETOKENIZED})')
     add('--workers', type=number(1, below=1025, integer=True), default=os.cpu_count() or 1,
         help='tokenizing processes (default: all cores)')
+    add('--retry_minutes', type=number(0), default=60,
+        help='how long to repeat a download that the network or the hub refuses (default 60)')
     return p
-
-
-# --------------------------------------------------------------------------------------------------
-# documents: each source yields texts, in an order that is always the same
-
-
-def stdlib_texts():
-    """The .py files of the standard library, shuffled by a hash so that val and train are alike."""
-    root = sysconfig.get_paths()['stdlib']
-    paths = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [s for s in subfolders if s not in ('site-packages', 'dist-packages', '__pycache__')]
-        paths += [os.path.relpath(os.path.join(folder, f), root) for f in files if f.endswith('.py')]
-    for path in sorted(paths, key=lambda path: hashlib.sha256(path.encode()).digest()):
-        with open(os.path.join(root, path), encoding='utf-8', errors='replace') as file:
-            text = file.read()
-        if text:
-            yield text
-
-
-def local_files(pattern):
-    """What datasets.load_dataset needs to read the files that match the glob `pattern`."""
-    paths = sorted(glob.glob(pattern))
-    endings = ' '.join(sorted({os.path.splitext(path)[1] for path in paths}))
-    kinds = {'.txt': {'path': 'text', 'sample_by': 'document'}, '.jsonl': {'path': 'json'},
-             '.parquet': {'path': 'parquet'}}
-    if not paths:
-        raise UserError(f'--files={pattern}: no such files; give a quoted glob such as --files="texts/*.txt"')
-    if endings not in kinds:
-        raise UserError(f'--files={pattern}: should match one kind of {", ".join(kinds)}, matches {endings}')
-    return {'data_files': paths, **kinds[endings]}
-
-
-def read_texts(args):
-    """The texts of --source, one by one: FineWeb and local files are streamed by Hugging Face datasets."""
-    with one_line(args):
-        if args.source == 'stdlib':
-            yield from stdlib_texts()
-            return
-        if args.source == 'local':
-            where = local_files(args.files)
-        else:
-            print('asking the Hugging Face hub for FineWeb', flush=True)
-            where = {'path': 'HuggingFaceFW/fineweb', 'name': args.name or 'sample-100BT'}
-        import datasets  # slow to import, and not needed for the other sources
-        for name in ('datasets', 'huggingface_hub'):  # what goes wrong is said in our one line
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        for row in datasets.load_dataset(**where, split='train', streaming=True):
-            if not isinstance(row.get('text'), str):
-                raise UserError(f'--files={args.files}: each row needs a text column, found {", ".join(row)}')
-            yield row['text']
-
-
-@contextlib.contextmanager
-def one_line(args):
-    """Raises whatever the libraries that read and download raise as a UserError that says what to do."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        if args.source == 'local':
-            raise UserError(f'--files={args.files}: {first}') from error
-        raise UserError(f'--source={args.source} cannot be read ({first}); '
-                        'without a network use --source=stdlib --tokenizer=bytes', status=1) from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,8 +81,16 @@ def gpt2():
 
 
 def encode_gpt2(text):
-    """text -> tokens (n,) uint16, the first is 50256."""
-    return np.array([gpt2().eot_token] + gpt2().encode_ordinary(text), np.uint16)
+    """
+    text -> tokens (n,) uint16, the first is 50256. tiktoken's stack does not hold a million spaces before a
+    word, so a long run of spaces is cut before its last one, where GPT-2's pattern divides it in any case.
+    """
+    cuts = [0, len(text)]
+    if len(text) > 100_000:
+        runs = re.finditer(r'[^\S\x1c-\x1f]{1000,}', text)  # spaces to Python, but not to GPT-2: \x1c-\x1f
+        cuts[1:1] = [run.end() - 1 for run in runs if run.end() < len(text)]
+    parts = [gpt2().encode_ordinary(text[start:end]) for start, end in itertools.pairwise(cuts)]
+    return np.array([gpt2().eot_token, *itertools.chain(*parts)], np.uint16)
 
 
 def encode_bytes(text):
@@ -185,21 +136,63 @@ def encode_bpe(path, text):
     return np.array([0] + bpe(path).encode(text.encode('utf-8', 'replace').decode()).ids, np.uint16)
 
 
+def in_batches(texts):
+    """Lists of 256 texts, or of fewer where they are long."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if len(batch) == 256 or size > 1_000_000:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_batch(encode, texts):
+    """texts -> their tokens one after the other (n,) uint16, and how many each text has (len(texts),) int."""
+    encoded = []
+    for text in texts:
+        try:
+            encoded.append(encode(text))
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a panic in a tokenizer's Rust code is no Exception
+            raise UserError(f'the text that starts with {text[:60]!r}, {len(text):,} characters, cannot be '
+                            f'tokenized: {sources.first_line(error)}') from error
+    return np.concatenate(encoded), np.array([len(tokens) for tokens in encoded])
+
+
+def end_with_parent():
+    """Has a worker end when the program does, even if that was killed."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def encode_all(texts, encode, workers):
-    """Yields encode(text) for each of the texts, in order, from several processes."""
+    """Yields encode_batch of all texts, in order, from processes that work while further texts are read."""
     if workers == 1:
-        yield from map(encode, texts)
+        yield from map(functools.partial(encode_batch, encode), in_batches(texts))
         return
     # spawned, not forked: tokenizer threads do not survive a fork, and a fork would inherit the folder lock
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit that and leave Ctrl-C to us
-    with multiprocessing.get_context('spawn').Pool(workers) as pool:
-        signal.signal(signal.SIGINT, handler)
-        while batch := list(itertools.islice(texts, 256 * workers)):  # no more than these are read ahead
-            result = pool.map_async(encode, batch, chunksize=16)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), end_with_parent)
+    pending = collections.deque()
+    try:
+        for batch in in_batches(texts):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new worker inherits that
             try:
-                yield from result.get()
+                pending.append(pool.submit(encode_batch, encode, batch))
             finally:
-                result.wait()  # a pool that is ended while it works can block us for ever
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            while pending and (len(pending) > 16 + 2 * workers or pending[0].done()):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError('a tokenizing process has gone, killed or out of memory; the same command resumes, '
+                        f'--workers={workers} may be too many', status=1) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,12 +214,19 @@ def stored_meta(folder, settings, fresh):
     meta = read_json(path)
     if meta.get('shards') == 0:
         return fresh
+    meta['name'] = meta.get('name') or NAMES.get(settings['source'])
     for key, value in fresh.items():
         found = meta.get(key)
         if key in settings and found != value:
             raise UserError(f'{path} was made with {key}={found!r}, not {value!r}; choose another --out')
-        if type(found) is not type(value) or (key not in settings and found < 0):
+        if key in ('revision', 'taken') and key not in meta:  # made by an older version
+            continue
+        numbers = found.values() if isinstance(found, dict) else [found] if isinstance(found, int) else []
+        if type(found) is not type(value) or any(type(n) not in (int, bool) or n < 0 for n in numbers):
             raise UserError(f'{path}: {key} should not be {found!r}; it is damaged, choose another --out')
+    if settings['source'] == 'pretokenized' and 'taken' in meta:
+        shards = {split: [os.path.join(folder, os.path.basename(file)) for file in meta['taken']
+                          if f'_{split}_' in file] for split in shards}
     for split, n, tokens in (('val', 1, meta['val_tokens']), ('train', meta['shards'] - 1, meta['tokens'])):
         found = sum(len(read_shard(shard)) for shard in shards[split][:n])
         if found != tokens:
@@ -235,68 +235,90 @@ def stored_meta(folder, settings, fresh):
     return meta
 
 
-def fetch_pretokenized(args, meta, meta_path):
-    """Downloads published shards: the val shard, then train shards until --tokens. Finished ones are kept."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    repository = args.name or PRETOKENIZED
-    while meta['tokens'] < args.tokens:
-        i = meta['shards']
-        file = f'fineweb_train_{i:06d}.bin' if i else 'fineweb_val_000000.bin'
-        try:
-            path = hf_hub_download(repository, file, repo_type='dataset', local_dir=args.out)
-        except EntryNotFoundError as error:
-            if i < 2 or isinstance(error, LocalEntryNotFoundError):  # the latter: no network
-                raise
-            print(f'{repository} has no more shards')
+def progress(done, total):
+    """Returns report(tokens), to be called after each step, which says every now and then how far we are."""
+    begin = said = time.monotonic()
+    first, pause = done, 10 if sys.stdout.isatty() else 60
+
+    def report(tokens):
+        nonlocal done, said
+        done, now = done + tokens, time.monotonic()
+        if now - said < pause:
             return
-        tokens = len(read_shard(path))
-        meta['tokens' if i else 'val_tokens'] += tokens
-        meta['shards'] += 1
+        said, rate = now, (done - first) / (now - begin)
+        left = datetime.timedelta(seconds=round(max(0, total - done) / rate))
+        print(f'{done:,} of {total:,} tokens, {rate:,.0f} a second, {left} left', flush=True)
+    return report
+
+
+def published_shards(repository, commit, minutes):
+    """The val shard and the train shards of a dataset, these spread, as path -> bytes. UserError without."""
+    files = sources.list_files(repository, commit, '', minutes)
+    val, train = (fnmatch.filter(sorted(files), f'*_{split}_*.bin') for split in ('val', 'train'))
+    if not val or not train:
+        raise UserError(f'--name={repository}: this dataset has no shards such as fineweb_train_000001.bin')
+    return {path: files[path] for path in val[:1] + sources.spread(train)}
+
+
+def fetch_pretokenized(files, args, meta, meta_path, report):
+    """Downloads published_shards one by one until there are --tokens. Finished ones are kept."""
+    for path in list(files)[meta['shards']:]:
+        if meta['tokens'] >= args.tokens:
+            return
+        shard = os.path.join(args.out, os.path.basename(path))
+        fetch = functools.partial(sources.read_range, meta['name'], meta['revision'], path,
+                                  minutes=args.retry_minutes)
+        sources.download(fetch, files[path], shard, report)
+        tokens = len(read_shard(shard))
+        meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
+        meta.update(shards=meta['shards'] + 1, taken={**meta['taken'], path: tokens})
         write_json(meta_path, meta)
-        print(f'{file}: {tokens:,} tokens', flush=True)
+    meta['exhausted'] = meta['tokens'] < args.tokens
 
 
-def fill_shards(encoded, args, meta, meta_path):
+def fill_shards(encoded, args, meta, meta_path, taken, report):
     """
     Cuts the encoded documents, which start at number meta['documents'], into the val shard and train shards
     up to --tokens. After each shard meta.json says where the next one starts; killed in between, the same
     shard is made again. Raises UserError where the text is too short for a val shard and training.
     """
-    buffer, held = [], 0  # tokens of the shard in the making
-    documents, within = meta['documents'], meta['within_document']  # where in the text they end
+    shard, held = None, 0  # the shard in the making and how many of its tokens are there
+    document, within = meta['documents'], meta['within_document']  # the next one, and its tokens in a shard
 
-    def finish_shard():
+    def finish_shard(document, within):
         split, i = ('train', meta['shards'] - 1) if meta['shards'] else ('val', 0)
-        write_shard(os.path.join(args.out, f'{args.source}_{split}_{i:06d}.bin'), np.concatenate(buffer))
+        write_shard(os.path.join(args.out, f'{args.source}_{split}_{i:06d}.bin'), shard[:held])
         meta['tokens' if meta['shards'] else 'val_tokens'] += held
-        meta.update(shards=meta['shards'] + 1, documents=documents, within_document=within)
+        meta.update(shards=meta['shards'] + 1, documents=int(document), within_document=int(within))
+        if 'taken' in meta:
+            meta['taken'] = {path: first for path, first in taken.items() if first < document + (within > 0)}
         write_json(meta_path, meta)
 
-    with tqdm(total=args.tokens + args.val_tokens, initial=meta['tokens'] + meta['val_tokens'], unit='tok',
-              unit_scale=True, mininterval=1, disable=None) as bar:
-        for tokens in encoded:
-            tokens = tokens[within:]  # a finished shard has the rest
-            while len(tokens):
+    for tokens, lengths in encoded:
+        ends = np.cumsum(lengths)
+        position, within = within, 0
+        while position < len(tokens):
+            if shard is None:
                 left = args.tokens - meta['tokens']
                 wanted = min(args.shard_tokens, left) if meta['shards'] else args.val_tokens
                 if wanted <= 0:
                     return
-                part, tokens = np.split(tokens, [wanted - held])
-                buffer.append(part)
-                held, within = held + len(part), within + len(part)
-                bar.update(len(part))
-                if not len(tokens):
-                    documents, within = documents + 1, 0
-                if held == wanted:
-                    finish_shard()
-                    buffer, held = [], 0
+                shard, held = np.empty(wanted, np.uint16), 0
+            part = tokens[position:position + len(shard) - held]
+            shard[held:held + len(part)] = part
+            held, position = held + len(part), position + len(part)
+            report(len(part))
+            if held == len(shard):
+                whole = np.searchsorted(ends, position, side='right')  # texts of the batch that have ended
+                finish_shard(document + whole, position - (ends[whole - 1] if whole else 0))
+                shard, held = None, 0
+        document += len(lengths)
 
     # the text ended before --tokens
     if not meta['shards']:
         raise UserError(f'the text has only {held:,} tokens, too few for --val_tokens={args.val_tokens}')
     if held:
-        finish_shard()
+        finish_shard(document, 0)
     if not meta['tokens']:
         raise UserError(f'the val shard has all {meta["val_tokens"]:,} tokens, none are left to train on; '
                         'lower --val_tokens')
@@ -315,46 +337,65 @@ def main(argv=None):
         raise UserError('--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
 
     # what the shards depend on; the same command finds it in meta.json and resumes
+    hub = args.source in NAMES
     vocab_size = {'gpt2': 50257, 'bytes': 257, 'bpe': args.vocab_size or 1024}[args.tokenizer]
-    settings = {'source': args.source, 'name': args.name, 'files': args.files, 'tokenizer': args.tokenizer,
-                'vocab_size': vocab_size, 'requested_val_tokens': args.val_tokens,
-                'shard_tokens': args.shard_tokens}
+    settings = {'source': args.source, 'name': args.name or NAMES.get(args.source), 'files': args.files,
+                'tokenizer': args.tokenizer, 'vocab_size': vocab_size,
+                'requested_val_tokens': args.val_tokens, 'shard_tokens': args.shard_tokens}
     fresh = {**settings, 'documents': 0, 'within_document': 0, 'val_tokens': 0, 'tokens': 0, 'shards': 0,
              'complete': False}
+    if hub:  # the commit, and of its files those that were taken, with their first document or their tokens
+        fresh.update(revision='', taken={})
     meta_path = os.path.join(args.out, 'meta.json')
-    meta = stored_meta(args.out, settings, fresh)
-    if (meta['complete'] and meta['tokens'] >= args.tokens) or meta.get('exhausted'):
-        print(f'{args.out} is done: {meta["tokens"]:,} training tokens in {meta["shards"]} shards')
+    found = stored_meta(args.out, settings, fresh)
+    if (found['complete'] and found['tokens'] >= args.tokens) or found.get('exhausted'):
+        print(f'{args.out} is done: {found["tokens"]:,} training tokens in {found["shards"]} shards'
+              + (', all that the text has' if found.get('exhausted') else ''))
         return
+    if hub and 'revision' not in found:
+        raise UserError(f'{meta_path} was made by an older version, which took the files from the first on '
+                        'instead of spreading them; choose another --out')
 
     # what cannot be read or downloaded is found before a folder is made
+    meta, taken = dict(found), {}
+    if hub:
+        repository = sources.FINEWEB if args.source == 'fineweb' else meta['name']
+        print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
+              '--tokenizer=bytes', flush=True)
+        with sources.naming(repository):
+            revision = meta['revision'] or 'main'
+            meta['revision'] = sources.find_commit(repository, revision, args.retry_minutes)
+            if args.source == 'pretokenized':
+                files = published_shards(repository, meta['revision'], args.retry_minutes)
     if args.source != 'pretokenized':
-        texts = read_texts(args)
-        texts = itertools.chain(list(itertools.islice(texts, 1)), texts)
+        texts = sources.read_texts(args, meta, taken)
+        texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
         encode = {'gpt2': encode_gpt2, 'bytes': encode_bytes}.get(args.tokenizer)
         if args.tokenizer == 'gpt2':
             gpt2()
 
     make_folder(args.out)
     with lock_folder(args.out):
-        if stored_meta(args.out, settings, fresh) != meta:
+        if stored_meta(args.out, settings, fresh) != found:
             raise UserError(f'{args.out}: another process has just worked there; start again', status=3)
-        meta['complete'] = False
+        meta.update(complete=False, requested_tokens=max(args.tokens, meta['tokens']))
         write_json(meta_path, meta)
+        report = progress(meta['tokens'] + meta['val_tokens'], args.tokens + args.val_tokens)
         if args.source == 'pretokenized':
-            with one_line(args):
-                fetch_pretokenized(args, meta, meta_path)
+            with sources.naming(repository):
+                fetch_pretokenized(files, args, meta, meta_path, report)
         else:
             if args.tokenizer == 'bpe':
                 tokenizer_path = os.path.join(args.out, 'tokenizer.json')
                 if meta['shards'] == 0:
                     print('learning byte pairs', flush=True)
-                    learn_bpe(read_texts(args), vocab_size, tokenizer_path)
+                    learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
                 encode = functools.partial(encode_bpe, tokenizer_path)
-            texts = itertools.islice(texts, meta['documents'], None)
             with contextlib.closing(encode_all(texts, encode, args.workers)) as encoded:
-                fill_shards(encoded, args, meta, meta_path)
+                fill_shards(encoded, args, meta, meta_path, taken, report)
         write_json(meta_path, {**meta, 'complete': True})
+    if meta.get('exhausted'):
+        print(f'the text has ended before --tokens={args.tokens:,}')
     print(f'{args.out}: {meta["val_tokens"]:,} val and {meta["tokens"]:,} training tokens, '
           f'{meta["shards"]} shards, vocabulary {vocab_size}')
 

@@ -225,6 +225,9 @@ def load_data(args, on_gpu):
         for shard in shards:  # the start of each here, the rest as it is read
             data.check_tokens(shard, 0, 2**20, args.vocab_size)
         splits.append(shards)
+    unfinished = data.unfinished(args.data)
+    if unfinished and os.environ.get('RANK', '0') == '0':
+        print(unfinished, flush=True)
     return splits
 
 

@@ -1,17 +1,23 @@
 """Shards, and prepare_fineweb.py: every source and tokenizer, kills, a full disk, two copies at once."""
 import glob
+import io
 import json
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import common
 import data
 import prepare_fineweb
+import train
 from conftest import python, refused
+from hub import Hub
 from processes import children, finish, folder_hash, gone, one_line, process, stamp, wait_until
 
 
@@ -143,35 +149,225 @@ def test_gpt2_tokens_or_what_to_do_without_them(tmp_path, texts):
         refused(lambda: prepare_fineweb.main(flags), '--tokenizer=bytes', status=1)
         return
     prepare_fineweb.main(flags)
+    for n in (120_000, 1_000_000):  # tiktoken alone panics at the latter
+        tokens = prepare_fineweb.encode_gpt2('x' + ' ' * n + 'word\n' + ' ' * 2000)
+        assert len(tokens) == n + 2003 and tokenizer.decode(tokens[-2002:].tolist()) == ' word\n' + ' ' * 2000
+        assert n > 120_000 or tokens[1:].tolist() == tokenizer.encode_ordinary(tokenizer.decode(tokens[1:]))
     tokens = tokens_of(tmp_path / 'out')
     assert tokens[0] == 50256 and tokenizer.decode(tokens[1:].tolist()) == '<|endoftext|>'.join(texts)
 
 
-def test_shards_that_others_published(corpus, tmp_path, monkeypatch):
-    """The hub is a folder here: a val shard, two train shards and no third, and a network that fails once."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError
-    hub, out, broken = tmp_path / 'hub', tmp_path / 'out', {'fineweb_train_000002.bin'}
-    os.makedirs(hub)
-    for name, split in (('val_000000', 'val'), ('train_000001', 'train'), ('train_000002', 'train')):
-        data.write_shard(str(hub / f'fineweb_{name}.bin'), data.load_shards(corpus, split)[0])
+def test_a_file_that_is_not_text_is_named(tmp_path, texts):
+    """One bad file among good ones, and a text that the tokenizer cannot take."""
+    good = json.dumps({'text': 'x' * 5000}) + '\n'
+    bad = {'null.jsonl': (good + '{"text": null}\n', 'row 1', 'text column', 'NoneType'),
+           'empty.jsonl': ('', 'empty'), 'half.jsonl': (good + good[:50], 'row 1', 'JSON')}
+    def fails(files, *named):
+        refused(lambda: prepare_fineweb.main(['--source=local', f'--files={tmp_path}/{files}', '--workers=1',
+                                              '--tokenizer=bytes', f'--out={tmp_path}/out']), *named)
+    for name, (content, *named) in bad.items():
+        folder = tmp_path / name.split('.')[0]
+        folder.mkdir()
+        (folder / 'a.jsonl').write_text(good)
+        (folder / name).write_text(content)
+        fails(f'{folder.name}/*.jsonl', name, *named)
+    pyarrow.parquet.write_table(pyarrow.table({'text': ['x', None]}), tmp_path / 'null.parquet')
+    fails('*.parquet', 'null.parquet, row 1', 'text column')
+    (tmp_path / 'a.parquet').write_bytes((tmp_path / 'null.parquet').read_bytes()[:-9])
+    fails('*.parquet', 'a.parquet')
+    assert not (tmp_path / 'out').exists()
+    (tmp_path / 'half.jsonl').write_text('{"text": "the half pair \\ud800"}\n')
+    fails('half.jsonl', "'the half pair", 'utf-8')
 
-    def download(repository, file, repo_type, local_dir):
-        if file in broken:
-            raise OSError('no route to host')
-        if not (hub / file).exists():
-            raise EntryNotFoundError('404')
-        (out / file).write_bytes((hub / file).read_bytes())
-        return str(out / file)
-    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', download)
-    flags = ['--source=pretokenized', f'--out={out}']
-    refused(lambda: prepare_fineweb.main(flags), 'no route to host', '--source=stdlib', status=1)
-    assert not common.read_json(str(out / 'meta.json'))['complete']
-    broken.clear()
+
+def test_a_text_that_ends_early_is_said(tmp_path, texts, capsys):
+    flags = ['--source=local', f'--files={tmp_path}/*.txt', '--tokenizer=bytes', f'--out={tmp_path}/out',
+             '--val_tokens=100', '--workers=1']
     prepare_fineweb.main(flags)
+    assert 'the text has ended before --tokens=13,200,000,000\n' in capsys.readouterr().out
+    prepare_fineweb.main(flags)
+    assert 'is done' in (said := capsys.readouterr().out) and 'all that the text has' in said
+
+
+def test_progress_is_a_line_per_minute(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(prepare_fineweb.time, 'monotonic', lambda: now)
+    report = prepare_fineweb.progress(1000, 10_000)
+    for now in (30.0, 59.0, 100.0, 130.0, 159.0, 200.0):  # noqa: B007
+        report(500)
+    assert capsys.readouterr().out == ('2,500 of 10,000 tokens, 15 a second, 0:08:20 left\n'
+                                       '4,000 of 10,000 tokens, 15 a second, 0:06:40 left\n')
+
+
+def test_training_on_half_a_folder_says_so(corpus, tmp_path, capsys):
+    for path in glob.glob(f'{corpus}/*'):
+        os.symlink(path, tmp_path / os.path.basename(path))
+    meta = common.read_json(os.path.join(corpus, 'meta.json'))
+    for complete in (True, False):
+        common.write_json(str(tmp_path / 'meta.json'), {**meta, 'complete': complete, 'tokens': 70000})
+        args = SimpleNamespace(data=str(tmp_path), vocab_size=None, size='tiny', block_size=16)
+        train.load_data(args, on_gpu=False)
+        line = f'{tmp_path} is not complete: it has 70000 of 90000 training tokens\n'
+        assert capsys.readouterr().out == ('' if complete else line)
+
+
+# -----------------------------------------------------------------------------
+# the hub
+
+README = b"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-100BT
+  data_files:
+  - split: train
+    path: sample/100BT/*
+---
+"""
+SPREAD = [0, 5, 2, 4, 1, 6, 3]  # the order in which seven files are taken
+IMPATIENT = ('import common, prepare_fineweb, sources; sources.PAUSE = 0.01; sources.BLOCK = 20_000; '
+             'common.run(prepare_fineweb.main)')
+
+
+def fineweb(seed):
+    """FineWeb in seven files of 30 texts each, in row groups of 7: path -> texts, path -> bytes."""
+    rng, texts, files = np.random.RandomState(seed), {}, {'README.md': README}
+    for i in range(7):
+        path = f'sample/100BT/00{i}_00000.parquet'
+        texts[path] = [f'{i} {j} {seed} ' + 'w\u00f6rd ' * rng.randint(200) for j in range(30)]
+        table = pyarrow.table({'id': [str(j) for j in range(30)], 'text': texts[path]})
+        with io.BytesIO() as file:
+            pyarrow.parquet.write_table(table, file, row_group_size=7)
+            files[path] = file.getvalue()
+    return texts, files
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub with FineWeb; hub.texts: its documents by file, hub.env: how programs find it."""
+    hub = Hub()
+    hub.env = {'HF_ENDPOINT': hub.url, 'HF_HOME': str(tmp_path / 'hf_home'), 'HF_HUB_OFFLINE': '0',
+               'HF_HUB_DOWNLOAD_TIMEOUT': '1', 'HF_TOKEN': ''}
+    hub.texts, files = fineweb(seed=0)
+    hub.sha = hub.commit('HuggingFaceFW/fineweb', files)
+    yield hub
+    hub.close()
+
+
+def fineweb_flags(out, *more):
+    """A command that takes half of the hub's FineWeb and ends in the midst of a file."""
+    return ['--tokenizer=bytes', f'--out={out}', '--val_tokens=3000', '--shard_tokens=9000', '--tokens=56000',
+            '--workers=1', *more]
+
+
+def fineweb_tokens(hub):
+    """The tokens that this command should make."""
+    files = [f'sample/100BT/00{i}_00000.parquet' for i in SPREAD]
+    return np.concatenate([[256, *text.encode()] for path in files for text in hub.texts[path]])[:59000]
+
+
+def test_fineweb(hub, tmp_path, capsys):
+    """The files of one commit, spread, their texts in order; nothing of a later commit is mixed in."""
+    out = tmp_path / 'out'
+    finish(process(prepare_fineweb.main, fineweb_flags(out, '--workers=2'), env=hub.env), 0)
+    assert np.array_equal(tokens_of(out), fineweb_tokens(hub))
     meta = common.read_json(str(out / 'meta.json'))
-    assert meta['complete'] and meta['tokens'] == 100000 and meta['val_tokens'] == 20000
-    assert meta['vocab_size'] == 50257
+    taken = [f'sample/100BT/00{i}_00000.parquet' for i in SPREAD[:len(meta['taken'])]]
+    assert meta['complete'] and meta['revision'] == hub.sha and 2 < len(taken) < 7
+    assert meta['taken'] == {path: 30 * i for i, path in enumerate(taken)}
+    prepare_fineweb.main(fineweb_flags(out, '--name=sample-100BT'))  # the default by its name
+    assert 'is done: 56,000' in capsys.readouterr().out
+
+    # killed, then the repository changes
+    stopped, hub.rate = tmp_path / 'stopped', 60_000
+    started = process(prepare_fineweb.main, fineweb_flags(stopped), env=hub.env)
+    wait_until(lambda: len(glob.glob(f'{stopped}/*.bin')) >= 4)
+    started.kill()
+    finish(started, -signal.SIGKILL)
+    hub.commit('HuggingFaceFW/fineweb', fineweb(seed=1)[1])
+    hub.rate, hub.asked = None, []
+    finish(process(prepare_fineweb.main, fineweb_flags(stopped), env=hub.env), 0)
+    assert folder_hash(stopped) == folder_hash(out)
+    assert not any('000_00000.parquet' in path for path in hub.asked)  # what it had all of
+
+
+def test_a_hub_with_faults(hub, tmp_path):
+    """Each is said in a line and overcome: statuses, half a response, none, one that does not end."""
+    hub.faults = [('revision', 500), ('README', 'refuse'), ('tree', 429), ('resolve', 502),
+                  ('/stored/', 'drop'), ('/stored/', 'stall'), ('/stored/', 503), ('/stored/', 'refuse'),
+                  (f'stored/{hub.sha}/sample/100BT/004', 'drop')]
+    n = len(hub.faults)
+    done = python('-c', IMPATIENT, *fineweb_flags(tmp_path / 'out'), **hub.env)
+    assert np.array_equal(tokens_of(tmp_path / 'out'), fineweb_tokens(hub))
+    assert not hub.faults and done.stdout.count('; trying again in') == n and done.stderr == ''
+    for named in ('at main: HTTP 500', 'README of HuggingFaceFW', 'HTTP 429', '000_00000.parquet: HTTP 503'):
+        assert named in done.stdout
+
+
+def test_what_no_retry_helps_ends_at_once(hub, tmp_path):
+    def fails(status, *named, faults=(), flags=()):
+        hub.faults = list(faults)
+        flags = fineweb_flags(tmp_path / 'out', *flags)
+        finish(process(prepare_fineweb.main, flags, stderr=tmp_path / 'stderr', env=hub.env), status)
+        line = one_line(tmp_path / 'stderr')
+        assert all(name in line for name in named) and not (tmp_path / 'out').exists(), line
+    published = '--source=pretokenized', '--tokenizer=gpt2'
+    fails(2, '--name=sample-10BT', 'sample-100BT', flags=['--name=sample-10BT'])
+    fails(2, 'no/such', flags=[*published, '--name=no/such'])
+    fails(2, '--name=HuggingFaceFW/fineweb', 'shards', flags=[*published, '--name=HuggingFaceFW/fineweb'])
+    fails(2, '000_00000.parquet', '404', faults=[('/stored/', 404)])
+    fails(1, '000_00000.parquet', '403', 'same command resumes', faults=[('/stored/', 403)])
+    fails(1, 'HTTP 500', '--retry_minutes=0', 'same command resumes', faults=[('/stored/', 500)] * 9,
+          flags=['--retry_minutes=0'])
+
+
+def test_twenty_runs_end_with_status_0(hub, tmp_path):
+    """Each in a Python of its own, which ends while most of the text is unread."""
+    commands = [['prepare_fineweb.py', *fineweb_flags(tmp_path / str(i))] for i in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda command: python(*command, **hub.env), commands))
+
+
+def test_shards_that_others_published(hub, tmp_path, capsys):
+    """Of seven train shards the two that are taken first, at one commit; half a download leaves no shard."""
+    out, names = tmp_path / 'out', ['val_000000', *(f'train_{i:06d}' for i in range(1, 8))]
+
+    def shards(content):
+        header = np.array([20240520, 1, 50000] + [0] * 253, '<i4').tobytes()
+        return {f'fineweb_{name}.bin': header + bytes([content, i]) * 50000 for i, name in enumerate(names)}
+    sha = hub.commit('a/b', shards(1))
+    hub.faults = [(f'stored/{sha}/fineweb_train_000006', fault) for fault in ('drop', 503, 'stall', 403)]
+    flags = ['--source=pretokenized', '--name=a/b', f'--out={out}', '--tokens=1e5']
+    done = python('-c', IMPATIENT, *flags, check=1, **hub.env)
+    assert 'fineweb_train_000006.bin: ' in done.stderr and done.stderr.count('\n') == 1
+    assert 'is not complete: it has 50000 of 100000' in data.unfinished(str(out))
+    hub.commit('a/b', shards(2))
+    python('-c', IMPATIENT, *flags, **hub.env)
+    meta = common.read_json(str(out / 'meta.json'))
+    assert meta['complete'] and meta['tokens'] == 100000 and meta['vocab_size'] == 50257
+    taken = [f'fineweb_{name}.bin' for name in ('val_000000', 'train_000001', 'train_000006')]
+    assert meta['revision'] == sha and list(meta['taken']) == taken and data.unfinished(str(out)) is None
+    for name in taken:
+        assert (out / name).read_bytes() == shards(1)[name]
+    assert sorted(os.listdir(out)) == sorted([*taken, '.lock', 'meta.json'])
+    python('-c', IMPATIENT, *flags, '--tokens=1e9', **hub.env)
+    prepare_fineweb.main([*flags, '--tokens=1e9'])
+    assert 'is done: 350,000 training tokens in 8 shards, all that' in capsys.readouterr().out
+
+
+def test_a_folder_of_an_older_version(tmp_path, capsys):
+    """It took the files one after the other: what is done is done, the rest would be another text."""
+    meta = {'source': 'fineweb', 'name': None, 'files': None, 'tokenizer': 'bytes', 'vocab_size': 257,
+            'requested_val_tokens': 3000, 'shard_tokens': 9000, 'documents': 9, 'within_document': 1,
+            'val_tokens': 3000, 'tokens': 9000, 'shards': 2, 'complete': True}
+    data.write_shard(str(tmp_path / 'fineweb_val_000000.bin'), np.zeros(3000))
+    data.write_shard(str(tmp_path / 'fineweb_train_000000.bin'), np.zeros(9000))
+    common.write_json(str(tmp_path / 'meta.json'), meta)
+    prepare_fineweb.main(fineweb_flags(tmp_path, '--tokens=9000'))
+    assert 'is done: 9,000' in capsys.readouterr().out
+    refused(lambda: prepare_fineweb.main(fineweb_flags(tmp_path)), 'meta.json', 'older version', '--out')
 
 
 # -----------------------------------------------------------------------------
@@ -210,14 +406,27 @@ def test_killed_anywhere_it_ends_with_the_same_shards(prepared, tmp_path):
 
 
 def test_ctrl_c_ends_the_workers_too(tmp_path):
-    flags = flags_of(tmp_path / 'out', '--workers=2')
+    """They leave Ctrl-C to the program: a worker that gets it alone goes on."""
+    flags = flags_of(tmp_path / 'out', '--workers=2', '--tokens=3e7')
     started = process(prepare_fineweb.main, flags, stderr=tmp_path / 'stderr', prepare=os.setpgrp)
     wait_until(lambda: len(glob.glob(f'{tmp_path}/out/*.bin')) >= 2)
     workers = children(started.pid)
+    for worker in workers:
+        os.kill(worker, signal.SIGINT)
+    wait_until(lambda: len(glob.glob(f'{tmp_path}/out/*.bin')) >= 60)  # beyond what was under way
     os.killpg(started.pid, signal.SIGINT)  # as a terminal does
     finish(started, 130)
     assert one_line(tmp_path / 'stderr') == 'error: interrupted\n'
     wait_until(lambda: all(map(gone, workers)))
+
+
+def test_a_worker_that_dies_ends_the_program(tmp_path):
+    flags = flags_of(tmp_path / 'out', '--workers=2', '--tokens=3e7')
+    started = process(prepare_fineweb.main, flags, stderr=tmp_path / 'stderr')
+    wait_until(lambda: len(glob.glob(f'{tmp_path}/out/*.bin')) >= 2)
+    os.kill(children(started.pid)[-1], signal.SIGKILL)
+    finish(started, 1)
+    assert 'a tokenizing process has gone' in one_line(tmp_path / 'stderr')
 
 
 def test_more_tokens_later_leave_the_shards_as_they_are(prepared, tmp_path, capsys):
