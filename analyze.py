@@ -4,6 +4,7 @@ From run folders, or from a csv of runs, to statistics, tables, figures and a re
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
     python analyze.py --theory                          # the paper's figures that need no runs
+    python analyze.py --hf FOLDER                       # the same quantities of a model that others trained
 
 It says first which runs are done, running, failed and waiting. Tables and figures are made from the csv files
 alone, so the first two give the same.
@@ -30,7 +31,17 @@ import data
 import plots
 import tables
 from checkpoint import load_checkpoint
-from common import UserError, lock_folder, make_folder, parse_args, read_json, run, write_atomic, write_json
+from common import (
+    UserError,
+    lock_folder,
+    make_folder,
+    number,
+    parse_args,
+    read_json,
+    run,
+    write_atomic,
+    write_json,
+)
 from model import (
     GPT,
     METHODS,
@@ -89,10 +100,10 @@ def positions(model, windows):
 
 
 @torch.no_grad()
-def statistics(batches, E, config):
+def statistics(batches, E, config, mu=None):
     """
     The paper's quantities (Section 3) over the positions of `batches`, which yields h (n, H) and targets
-    (n,), for output embeddings E (V, H), never holding positions x V: a dict name -> values.
+    (n,), for output embeddings E (V, H) and their mean, never holding positions x V: a dict name -> values.
 
     Per position, of the logits as config rounds and caps them: logit_mean, logit_std, logit_absmax, loss,
     gradient_sum (the sum of their gradient as rounded) and rounding_loss (the loss minus that of fp32
@@ -101,13 +112,16 @@ def statistics(batches, E, config):
     """
     loss_and_gradient = torch.func.grad_and_value(logits_to_loss, has_aux=True)
     unrounded, tiny = replace(config, logits_dtype='float32'), torch.finfo(torch.float32).tiny
-    E_32, mu = E.float(), E.float().mean(dim=0)
-    norm, norm_star, norm_mu = E_32.norm(dim=1), (E_32 - mu).norm(dim=1), mu.norm()
+    E_32 = E.float()
+    mu = E_32.mean(dim=0) if mu is None else mu
+    norm, norm_mu = E_32.norm(dim=1), mu.norm()
+    norm_star = torch.cat([(rows - mu).norm(dim=1) for rows in E_32.split(2**16)])
     r_emb = norm_star / norm.clamp_min(tiny)
     chunks = []
     for h_all, targets_all in batches:
         h_op_all, E_op = head_operands(h_all, E, config)
         n = 4 * n_chunks(h_all, E)  # here are a dozen tensors of n x V, in training two
+        n = min(n, -(-len(h_all) // 64))
         parts = h_all.float().chunk(n), h_op_all.chunk(n), targets_all.chunk(n)
         for h, h_op, targets in zip(*parts, strict=True):
             logits = to_logits_dtype(products(h_op, E_op, config), 'logits', config)
@@ -568,11 +582,29 @@ def main(argv=None):
                    help=f'a csv of runs instead; it needs {", ".join(REQUIRED)}, all else may be missing')
     p.add_argument('--out', help='folder to write to (default results/<name of the sweep or csv>)')
     p.add_argument('--method', help='the method whose Fact 3 is drawn (default baseline, or the first one)')
+    p.add_argument('--hf', nargs='+', metavar='FOLDER',
+                   help='models in Hugging Face format instead, in folders or on the hub, see hf.py')
+    p.add_argument('--text', metavar='FILES',
+                   help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: text); default: '
+                        "the source of Python's standard library")
+    p.add_argument('--positions', type=number(least=0, integer=True), default=POSITIONS,
+                   help=f'with --hf: how many tokens of it, 0 for none (default {POSITIONS:,})')
+    p.add_argument('--drop_odd_rows', action='store_true',
+                   help='with --hf: leave rows out of the mean that are padding, equal or of one norm')
+    p.add_argument('--center_to', metavar='NEW',
+                   help='with --hf: write the model with centered output embeddings there')
     p.add_argument('--theory', action='store_true',
                    help="the paper's figures that need no runs (Fig. 1, 6 and 7), alone or with the others")
     args = parse_args(p, argv)
+    if args.hf:
+        if args.runs or args.results or args.theory or args.method:
+            raise UserError('--hf goes with --text, --positions, --drop_odd_rows, --center_to and --out')
+        import hf
+        return hf.main(args)
+    if args.text or args.drop_odd_rows or args.center_to:
+        raise UserError('--text, --drop_odd_rows and --center_to need --hf=FOLDER')
     if args.runs and args.results or not (args.runs or args.results or args.theory):
-        raise UserError('give run folders, such as out/demo, or --results=FILE.csv, or --theory')
+        raise UserError('give run folders, such as out/demo, or --results=FILE.csv, --theory or --hf=FOLDER')
 
     # what there is
     runs, settings, unfinished, source = pd.DataFrame({'method': []}), {}, 0, 'theory'

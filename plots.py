@@ -254,6 +254,21 @@ def distributions(rows, path):
     save(figure, path)
 
 
+def histograms(models, path):
+    """Over the vocabulary (r_emb) and the test positions (all others) of each model."""
+    quantities = ('r_emb', 'cos_mu_h', 'r_cos', 'r_log', 'logit_mean', 'logit_std')
+    figure, axes = plt.subplots(2, 3, figsize=(10, 5))
+    for ax, quantity in zip(axes.flat, quantities, strict=True):
+        for i, (model, values) in enumerate(models.items()):
+            x = values[quantity].double().numpy() if quantity in values else np.array([])
+            x = x[np.abs(x) < 1e30]
+            ax.hist(x, bins=100, density=True, histtype='step', color=f'C{i}', label=plain(model))
+        ax.set(xlabel=LABELS[quantity], yticks=[])
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc='outside lower center', ncols=3)
+    save(figure, path)
+
+
 def sensitivity(rows, lrs_rows, path):
     """Loss against learning rate and LRS against model size for each λ: how much tuning it takes."""
     methods = variants(rows, 'method')
