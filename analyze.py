@@ -139,6 +139,7 @@ def statistics(batches, E, config, mu=None):
             found['r_log'] = star.abs().amax(dim=1) / exact.abs().amax(dim=1).clamp_min(tiny)
             found['cos_mu_h'] = mu_h / (h.norm(dim=1).clamp_min(tiny) * norm_mu.clamp_min(tiny))
             chunks.append(found)
+        del E_op, h_op_all  # before the next batch takes as much again
     values = {name: torch.cat([chunk[name] for chunk in chunks]).cpu() for name in chunks[0]}
     premise = (values['r_cos'] < 1) & bool((r_emb < 1).all())
     return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(),

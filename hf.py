@@ -60,6 +60,8 @@ def load(path):
         raise UserError(f'--hf={path}: its head should be a matrix without a bias')
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **only)
+        if not tokenizer('a text')['input_ids']:  # made of no files
+            tokenizer = None
     except Exception:  # of many kinds; its embeddings can still be measured
         tokenizer = None
     return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
@@ -371,7 +373,8 @@ def measure(path, args):
     if tokenizer is None or args.positions == 0:
         print(f'{path}: without text, ' + ('--positions=0' if tokenizer else 'since it has no tokenizer'))
         return found, values
-    length = min(WINDOW, getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW))
+    longest = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
+    length = min(WINDOW, longest, args.positions)
     windows = read_windows(tokenizer, args.text, length, -(-args.positions // length))
     if windows.max() >= len(E):
         raise UserError(f'--hf={path}: its tokenizer made token {windows.max()}, its head has {len(E)} rows')

@@ -262,7 +262,8 @@ def histograms(models, path):
         for i, (model, values) in enumerate(models.items()):
             x = values[quantity].double().numpy() if quantity in values else np.array([])
             x = x[np.abs(x) < 1e30]
-            ax.hist(x, bins=100, density=True, histtype='step', color=f'C{i}', label=plain(model))
+            if len(x):
+                ax.hist(x, bins=100, density=True, histtype='step', color=f'C{i}', label=plain(model))
         ax.set(xlabel=LABELS[quantity], yticks=[])
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc='outside lower center', ncols=3)
