@@ -4,6 +4,7 @@ The Python parts of on_gpu.sh.
     python tests/on_gpu.py machine                                    its torch and GPU, and every method
     python tests/on_gpu.py text FILE.jsonl CHARACTERS VOCAB_SIZE      real text, and how to make tokens of it
     python tests/on_gpu.py steps SECONDS RUNS                         how many steps a run of SECONDS can make
+    python tests/on_gpu.py tables RUNS FOLDER                         results.csv and curves.csv of runs
     python tests/on_gpu.py report FOLDER [DEVICE]                     FOLDER/README.md from the devices' files
 """
 import csv
@@ -24,13 +25,14 @@ from common import UserError
 
 INTRODUCTION = """# Measured on GPUs
 
-`bash tests/on_gpu.sh` writes this page from the files of each device's folder, and those files: `log.txt` says what was
-run, how long it took and what was left out; `tests.txt` is the output of the tests, `speed.txt` that of `bench.py`;
-`results.csv` and `curves.csv` are those of `analyze.py`.
+`bash tests/on_gpu.sh` writes this page from the files in each device's folder: `log.txt` says what was run,
+how long it took and what was left out; `tests.txt` is the output of the tests, `speed.txt` that of
+`bench.py`. For figures of the runs: `python analyze.py --results=results/gpu/DEVICE/results.csv`.
 """
 STEP = ['ms', 'time / baseline', 'tokens/s', 'MFU', 'extra MiB']
-RUN = {'method': 'method', 'lr': 'lr', 'steps': 'steps', 'mu_shift': '‖μ‖ added at first', 'test_loss': 'test loss',
-       'mu_norm': '‖μ‖', 'logit_mean': 'mean logit', 'lr_sum': 'Σ lr'}
+RUN = {'method': 'method', 'lr': 'lr', 'steps': 'steps', 'lr_sum': 'Σ lr', 'mu_shift': 'shift',
+       'test_loss': 'test loss', 'mu_norm': '‖μ‖', 'logit_mean': 'mean logit',
+       'tokens_per_second': 'tokens/s'}
 
 
 def machine():
@@ -80,10 +82,10 @@ def text(path, characters, vocab_size):
 
 def steps(seconds, runs):
     """
-    Prints how many steps fit into a new run of `seconds`, at the speed that the latest of `runs` had at its end
-    and if it takes as long as that one to start, compile and evaluate; 0 if there are no runs.
+    Prints how many steps fit into a new run of `seconds`, if it is as fast as the latest of `runs` was at its
+    end, and as slow to start, compile and evaluate; 0 if there are no runs.
     """
-    finished = glob.glob(os.path.join(glob.escape(runs), '*', 'result.json'))
+    finished = glob.glob(f'{glob.escape(runs)}/*/result.json')
     if not finished:
         print(0)
         return
@@ -94,6 +96,13 @@ def steps(seconds, runs):
     per_step = config['batch_size'] * config['block_size'] / rate
     rest = max(0, result['train_seconds'] - config['steps'] * per_step) + 15  # and for Python itself
     print(max(0, int((0.9 * float(seconds) - rest) / per_step)))
+
+
+def tables(runs, folder):
+    """The csv files of analyze.py, without its figures."""
+    import analyze
+    done = sorted(os.path.dirname(path) for path in glob.glob(f'{glob.escape(runs)}/*/result.json'))
+    analyze.write_csvs(analyze.read_results(done), folder)
 
 
 def read(folder, name):
@@ -141,14 +150,15 @@ def speed(output):
 
 def trained(folder):
     """The runs of results.csv as a table."""
-    rows = list(csv.DictReader(read(folder, 'results.csv').splitlines()))
     def shown(text):
         try:
             return f'{float(text):.4g}'
         except ValueError:
             return text or '-'
+    rows = list(csv.DictReader(read(folder, 'results.csv').splitlines()))
     rows.sort(key=lambda row: (float(row['steps']), row['method'], float(row['mu_shift'] or 0)))
-    return [markdown([{name: shown(row[column]) for column, name in RUN.items()} for row in rows])] if rows else []
+    rows = [{name: shown(row[column]) for column, name in RUN.items()} for row in rows]
+    return [markdown(rows)] if rows else []
 
 
 def section(folder):
@@ -162,8 +172,8 @@ def section(folder):
 
 def report(folder, device=''):
     """Writes README.md; prints the section of one device if it is named."""
-    devices = sorted(os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(folder), '*', 'log.txt')))
-    sections = [section(path) for path in devices] or ['No GPU has been measured yet.\n']
+    logs = sorted(glob.glob(f'{glob.escape(folder)}/*/log.txt'))
+    sections = [section(os.path.dirname(log)) for log in logs] or ['No GPU has been measured yet.\n']
     path = os.path.join(folder, 'README.md')
     with open(path + '.tmp', 'w', encoding='utf-8') as file:
         file.write('\n'.join([INTRODUCTION, *sections]))
@@ -173,4 +183,5 @@ def report(folder, device=''):
 
 
 if __name__ == '__main__':
-    {'machine': machine, 'text': text, 'steps': steps, 'report': report}[sys.argv[1]](*sys.argv[2:])
+    commands = {'machine': machine, 'text': text, 'steps': steps, 'tables': tables, 'report': report}
+    commands[sys.argv[1]](*sys.argv[2:])

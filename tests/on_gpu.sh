@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, most important first, on one GPU: the tests of test_gpu.py, time and memory of a step
-# and of the head, training on real text with a shifted mean, and two longer runs.
+# What only a GPU can tell, most important first: the tests of test_gpu.py, time and memory of a step and of
+# the head, training on real text with a shifted mean, two longer runs.
 #
 #   bash tests/on_gpu.sh
 #
-# What is done is written at once, to a folder of the device and to the README.md beside it; the README's section
-# about the device is printed at the end. What does not fit into the time left is left out, with a line.
+# What is done is written at once, to a folder of the device and the README.md beside it, whose section about
+# the device is printed at the end. What does not fit into the time left is left out, with a line.
 # Environment variables:
 #   MINUTES     of all parts together (default 25)
-#   PARTS       some of: tests steps heads text shift long (default: all)
+#   PARTS       some of: tests speed text shift long (default: all)
 #   OUT         folder of the devices' folders (default results/gpu)
 #   WORK        folder of tokens and runs (default out/gpu); finished runs in there are not made again
 #   DEVICE=cpu  tries the script itself on a CPU, with everything small (default OUT: out/gpu/results)
@@ -16,7 +16,7 @@ set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 refuse() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-ALL='tests steps heads text shift long'
+ALL='tests speed text shift long'
 : "${MINUTES:=25}" "${PARTS:=$ALL}" "${WORK:=out/gpu}"
 export DEVICE=${DEVICE:-cuda} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 [[ $MINUTES =~ ^[0-9]{1,4}$ ]] || refuse "MINUTES should be a whole number, is '$MINUTES'"
@@ -48,13 +48,11 @@ mkdir -p "$HERE" "$RUNS" || exit 1
 stop() { trap '' INT TERM HUP; [ -z "$CHILD" ] || { kill "$CHILD"; wait; }; exit "$1"; }
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP
-
 say() { printf '%4d s  %s\n' $SECONDS "$*" | tee -a "$HERE/log.txt"; }
 wanted() { [[ " $PARTS " == *" $1 "* ]]; }
-report() { python tests/on_gpu.py report "$OUT" "$@"; }
 
-# part NAME SECONDS FILE COMMAND...: runs a command if it should be done in the time left, and for no more than
-# twice that. Its output replaces FILE, or follows that of this script's earlier commands. SPENT: what it took.
+# part NAME SECONDS FILE COMMAND...: runs a command if it should be done in the time left, for at most twice
+# SECONDS. Its output replaces FILE, or follows that of earlier commands of this script. SPENT is its time.
 declare -A BEGUN
 part() {
   local name=$1 needs=$(($2 / FASTER)) file=$3 left=$((END - SECONDS)) status=0
@@ -69,9 +67,9 @@ part() {
   CHILD=$!
   wait $CHILD || status=$?
   CHILD= SPENT=$((SECONDS - SPENT))
-  say "$name: $SPENT s$([ $status = 0 ] || echo ", status $status (124: too slow), see $file")"
+  say "$name: $SPENT s$([ $status = 0 ] || echo ", status $status (124: out of time), see $file")"
   [ $status = 0 ] || FAILED+=" $name;"
-  report
+  python tests/on_gpu.py report "$OUT"
   return $status
 }
 
@@ -79,62 +77,60 @@ COMMIT=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 echo "# $(date -u +%Y-%m-%d), ${NAME//_/ }, torch $TORCH, commit $COMMIT; $MINUTES minutes for: $PARTS" |
   tee -a "$HERE/log.txt"
 
-! wanted tests || part tests 300 "$HERE/tests.txt" python -m pytest -vv -m gpu -p no:cacheprovider tests/test_gpu.py
+if wanted tests; then
+  part tests 300 "$HERE/tests.txt" python -m pytest -vv -m gpu -p no:cacheprovider tests/test_gpu.py
+fi
 
-if wanted steps; then  # six methods in a process, so that all their models fit into the memory
+if wanted speed; then
   others=(${METHODS#baseline})
-  for size in $SIZES; do
+  for size in $SIZES; do  # six methods in a process, so that the memory has room for all their models
     for ((i = 0; i < ${#others[@]}; i += 5)); do
       methods=$(IFS=,; echo "baseline,${others[*]:i:5}")
       part "step of $size: $methods" 120 "$HERE/speed.txt" \
         python bench.py --device=$DEVICE --sizes=$size --methods=$methods $BENCH
     done
   done
-fi
-
-if wanted heads; then
   for width in $WIDTHS; do
     part "head of width $width" 60 "$HERE/speed.txt" \
       python bench.py --device=$DEVICE --head --width=$width --tokens=32768 $BENCH
   done
 fi
 
-if wanted text; then
-  mapfile -t source < <(python tests/on_gpu.py text "$WORK/packages.jsonl" $TEXT)
-  part "tokens, ${source[*]}" 150 "$WORK/tokens.txt" \
-    python prepare_fineweb.py "${source[@]}" --out="$DATA" $PREPARE
+if wanted text && flags=$(python tests/on_gpu.py text "$WORK/packages.jsonl" $TEXT); then
+  mapfile -t flags <<<"$flags"
+  part "tokens: ${flags[*]}" 150 "$WORK/tokens.txt" \
+    python prepare_fineweb.py "${flags[@]}" --out="$DATA" $PREPARE
 fi
 
 # run NAME SECONDS FLAGS...: a training run
 run() {
-  part "$1" "$2" "$RUNS/$1.txt" python train.py --data="$DATA" --device=$DEVICE --out="$RUNS/$1" --eval_every=0 \
-    $TRAIN "${@:3}" && say "  $(tail -n 1 "$RUNS/$1.txt")"
+  part "$1" "$2" "$RUNS/$1.txt" python train.py --data="$DATA" --device=$DEVICE --out="$RUNS/$1" \
+    --eval_every=0 $TRAIN "${@:3}" && say "  $(tail -n 1 "$RUNS/$1.txt")"
 }
 
 if wanted shift; then
   SPENT=$((100 / FASTER))
   for shift in $SHIFTS; do
-    for method in $SHIFTED; do  # a minute more than the last one, for the tables
+    for method in $SHIFTED; do  # should take as long as the one before; a minute is kept for the tables
       run "$method-shift$shift" $((FASTER * SPENT + 60)) --method=$method --mu_shift=$shift --steps=$STEPS
     done
   done
 fi
 
-if wanted long; then  # lr x steps / 2 is the sum of the learning rates, which was 5,000 in a published run at 0.1
+if wanted long; then  # lr x steps / 2 is the sum of the learning rates; a published run at 0.1 has 5,000
   seconds=$(((END - SECONDS - 90 / FASTER) / 2))
   steps=$(python tests/on_gpu.py steps $seconds "$RUNS")
   steps=$((steps < MOST_STEPS ? steps : MOST_STEPS))
-  lr=$(awk "BEGIN { print 2 * $LR_SUM / ($steps + !$steps) }")
   for method in baseline mu_centering; do
-    [ $steps -ge $STEPS ] || { say "left out: long $method ($seconds s would be enough for $steps steps)"; continue; }
+    [ $steps -ge $STEPS ] || { say "left out: long run of $method ($steps steps in $seconds s)"; continue; }
+    lr=$(awk "BEGIN { print 2 * $LR_SUM / $steps }")
     run "$method-lr$lr" $((FASTER * seconds)) --method=$method --lr=$lr --steps=$steps
   done
 fi
 
 if wanted shift || wanted long; then
-  part 'tables of the runs' 60 "$WORK/tables.txt" python analyze.py "$RUNS" --out="$WORK/tables" &&
-    cp "$WORK/tables/results.csv" "$WORK/tables/curves.csv" "$HERE"
+  part 'tables of the runs' 60 "$WORK/tables.txt" python tests/on_gpu.py tables "$RUNS" "$HERE"
 fi
 echo
-report "$NAME"
-[ -z "$FAILED" ] || refuse "failed:${FAILED%;}"
+python tests/on_gpu.py report "$OUT" "$NAME"
+[ -z "$FAILED" ] || { echo "failed:${FAILED%;}" >&2; exit 1; }

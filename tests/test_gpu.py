@@ -67,7 +67,7 @@ def compiled_body(config):
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-@pytest.mark.parametrize('method', METHODS if ON_GPU else ['baseline', 'soft_capping'])
+@pytest.mark.parametrize('method', METHODS if ON_GPU else ['soft_capping'])  # which rounds twice
 def test_compiling_keeps_every_rounding(method, dtype):
     device, config, g = find_device(), config_of(method, dtype), torch.Generator().manual_seed(0)
     n = 512 if ON_GPU else 16
