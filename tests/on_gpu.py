@@ -125,7 +125,7 @@ def speed_tables(output):
     tables, title = [], ''
     for paragraph in output.split('\n\n'):
         lines = paragraph.strip().splitlines()
-        table = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line[0] == '|']
+        table = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line[:1] == '|']
         if table:
             tables.append((title, [dict(zip(table[0], row, strict=True)) for row in table[2:]]))
         title = lines[-1] if lines else ''
@@ -167,6 +167,7 @@ def section(folder):
     tests = read(folder, 'tests.txt').strip().splitlines()
     parts = [f'## {os.path.basename(folder).replace("_", " ")}', *begins]
     parts += [f'The tests: {tests[-1].strip("= ")}.'] if tests else []
+    parts += [line for line in tests if line.startswith('FAILED ')]
     return '\n\n'.join([*parts, *speed(read(folder, 'speed.txt')), *trained(folder)]) + '\n'
 
 

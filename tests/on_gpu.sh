@@ -18,7 +18,7 @@ refuse() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 ALL='tests speed text shift long'
 : "${MINUTES:=25}" "${PARTS:=$ALL}" "${WORK:=out/gpu}"
-export DEVICE=${DEVICE:-cuda} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export DEVICE=${DEVICE:-cuda} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 [[ $MINUTES =~ ^[0-9]{1,4}$ ]] || refuse "MINUTES should be a whole number, is '$MINUTES'"
 for part in $PARTS; do
   [[ " $ALL " == *" $part "* ]] || refuse "PARTS should be some of $ALL, has '$part'"

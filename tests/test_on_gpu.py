@@ -22,7 +22,7 @@ def test_all_parts_on_a_cpu_and_none_where_there_is_no_time(tmp_path):
     page = (tmp_path / 'out' / 'README.md').read_text(encoding='utf-8')
     assert 'left out' not in printed and page.endswith(printed[printed.index('## cpu'):])
     passed, skipped = re.search(r'The tests: (\d+) passed, (\d+) skipped', page).groups()
-    assert int(passed) >= 20 and int(skipped) >= 15  # what only CUDA can tell does not count as passed
+    assert int(passed) >= 18 and int(skipped) >= 15  # what only CUDA can tell does not count as passed
     rows = [re.split(r' *\| *', line.strip('| ')) for line in page.splitlines() if line[:1] == '|']
     steps = {row[1]: row for row in rows if row[0] == 'tiny'}
     assert list(steps) == ['baseline', 'mu_centering'] and steps['baseline'][3] == '1.000'
