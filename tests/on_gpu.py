@@ -1,9 +1,9 @@
 """
 The Python parts of on_gpu.sh.
 
-    python tests/on_gpu.py machine                                    its torch and GPU, and every method
+    python tests/on_gpu.py machine                                    the GPU's name, and every method
     python tests/on_gpu.py text FILE.jsonl CHARACTERS VOCAB_SIZE      real text, and how to make tokens of it
-    python tests/on_gpu.py steps SECONDS RUNS                         how many steps a run of SECONDS can make
+    python tests/on_gpu.py steps SECONDS MOST LR_SUM RUNS             how many steps fit, and which lr
     python tests/on_gpu.py tables RUNS FOLDER                         results.csv and curves.csv of runs
     python tests/on_gpu.py report FOLDER [DEVICE]                     FOLDER/README.md from the devices' files
 """
@@ -26,8 +26,8 @@ from common import UserError
 INTRODUCTION = """# Measured on GPUs
 
 `bash tests/on_gpu.sh` writes this page from the files in each device's folder: `log.txt` says what was run,
-how long it took and what was left out; `tests.txt` is the output of the tests, `speed.txt` that of
-`bench.py`. For figures of the runs: `python analyze.py --results=results/gpu/DEVICE/results.csv`.
+how long it took and what was left out; `tests.txt` is the output of the tests, `steps.txt` and `heads.txt`
+that of `bench.py`. For figures of the runs: `python analyze.py --results=results/gpu/DEVICE/results.csv`.
 """
 STEP = ['ms', 'time / baseline', 'tokens/s', 'MFU', 'extra MiB']
 RUN = {'method': 'method', 'lr': 'lr', 'steps': 'steps', 'lr_sum': 'Σ lr', 'mu_shift': 'shift',
@@ -36,12 +36,12 @@ RUN = {'method': 'method', 'lr': 'lr', 'steps': 'steps', 'lr_sum': 'Σ lr', 'mu_
 
 
 def machine():
-    """Prints torch's version, the GPU's name or cpu, and every method."""
+    """Prints the GPU's name, or cpu, and every method."""
     import torch
 
     from model import METHODS
     name = torch.cuda.get_device_name().replace(' ', '_') if torch.cuda.is_available() else 'cpu'
-    print(torch.__version__, name, *METHODS)
+    print(name, *METHODS)
 
 
 def text(path, characters, vocab_size):
@@ -80,14 +80,15 @@ def text(path, characters, vocab_size):
         print(f'--tokenizer=bpe\n--vocab_size={vocab_size}')
 
 
-def steps(seconds, runs):
+def steps(seconds, most, lr_sum, runs):
     """
-    Prints how many steps fit into a new run of `seconds`, if it is as fast as the latest of `runs` was at its
-    end, and as slow to start, compile and evaluate; 0 if there are no runs.
+    Prints how many steps, up to `most`, fit into a new run of `seconds`, if it is as fast as the latest of
+    `runs` was at its end, and as slow to start, compile and evaluate; and the learning rate whose sum over
+    them is lr_sum, which is half of lr x steps (5,000 in a published run at 0.1). 0 0 if nothing fits.
     """
     finished = glob.glob(f'{glob.escape(runs)}/*/result.json')
     if not finished:
-        print(0)
+        print(0, 0)
         return
     run = os.path.dirname(max(finished, key=os.path.getmtime))
     config, result = (json.loads(read(run, name)) for name in ('config.json', 'result.json'))
@@ -95,12 +96,14 @@ def steps(seconds, runs):
     rate = [entry['tokens_per_second'] for entry in log if 'tokens_per_second' in entry][-1]
     per_step = config['batch_size'] * config['block_size'] / rate
     rest = max(0, result['train_seconds'] - config['steps'] * per_step) + 15  # and for Python itself
-    print(max(0, int((0.9 * float(seconds) - rest) / per_step)))
+    fitting = min(int(most), max(0, int((0.9 * float(seconds) - rest) / per_step)))
+    print(fitting, f'{2 * float(lr_sum) / fitting:.4g}' if fitting else 0)
 
 
 def tables(runs, folder):
     """The csv files of analyze.py, without its figures."""
     import analyze
+    os.makedirs(folder, exist_ok=True)
     done = sorted(os.path.dirname(path) for path in glob.glob(f'{glob.escape(runs)}/*/result.json'))
     analyze.write_csvs(analyze.read_results(done), folder)
 
@@ -132,20 +135,19 @@ def speed_tables(output):
     return tables
 
 
-def speed(output):
+def steps_and_heads(folder):
     """bench.py's steps as one table, without the baseline of each further group, and its tables of heads."""
-    steps, titles, heads = {}, [], []
-    for title, rows in speed_tables(output):
-        if not title.startswith('The training step'):
-            heads += [f'{title}:', markdown(rows)]
-            continue
-        size = title.split(',')[1].split(':')[0].strip()
-        titles += [] if any(size in known for known in titles) else [f'{title}.']
+    outputs, titles, rows_of = [read(folder, name) for name in ('steps.txt', 'heads.txt')], {}, {}
+    for title, rows in speed_tables(outputs[0]):
+        size = re.match(r'The training step, (\w+):', title).group(1)
+        titles.setdefault(size, f'{title}.')
         for row in rows:
-            first = {'size': size, 'method': row['']}
-            steps.setdefault((size, row['']), {**first, **{column: row[column] for column in STEP}})
-    left_out = sorted(set(re.findall('^left out: .*', output, re.M)))
-    return [*titles, *([markdown(list(steps.values()))] if steps else []), *left_out, *heads]
+            shown = {'size': size, 'method': row[''], **{column: row[column] for column in STEP}}
+            rows_of.setdefault((size, row['']), shown)
+    steps = [*titles.values(), markdown(list(rows_of.values()))] if rows_of else []
+    heads = [part for title, rows in speed_tables(outputs[1]) for part in (f'{title}.', markdown(rows))]
+    left_out = re.findall('^left out: .*', ''.join(outputs), re.M)
+    return [*steps, *heads, *dict.fromkeys(left_out)]
 
 
 def trained(folder):
@@ -168,7 +170,7 @@ def section(folder):
     parts = [f'## {os.path.basename(folder).replace("_", " ")}', *begins]
     parts += [f'The tests: {tests[-1].strip("= ")}.'] if tests else []
     parts += [line for line in tests if line.startswith('FAILED ')]
-    return '\n\n'.join([*parts, *speed(read(folder, 'speed.txt')), *trained(folder)]) + '\n'
+    return '\n\n'.join([*parts, *steps_and_heads(folder), *trained(folder)]) + '\n'
 
 
 def report(folder, device=''):

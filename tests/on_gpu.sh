@@ -8,7 +8,7 @@
 # the device is printed at the end. What does not fit into the time left is left out, with a line.
 # Environment variables:
 #   MINUTES     of all parts together (default 25)
-#   PARTS       some of: tests speed text shift long (default: all)
+#   PARTS       some of: tests steps heads text shift long (default: all)
 #   OUT         folder of the devices' folders (default results/gpu)
 #   WORK        folder of tokens and runs (default out/gpu); finished runs in there are not made again
 #   DEVICE=cpu  tries the script itself on a CPU, with everything small (default OUT: out/gpu/results)
@@ -16,17 +16,17 @@ set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 refuse() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-ALL='tests speed text shift long'
+ALL='tests steps heads text shift long'
 : "${MINUTES:=25}" "${PARTS:=$ALL}" "${WORK:=out/gpu}"
 export DEVICE=${DEVICE:-cuda} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 [[ $MINUTES =~ ^[0-9]{1,4}$ ]] || refuse "MINUTES should be a whole number, is '$MINUTES'"
 for part in $PARTS; do
   [[ " $ALL " == *" $part "* ]] || refuse "PARTS should be some of $ALL, has '$part'"
 done
-found=$(python tests/on_gpu.py machine) || exit
-read -r TORCH NAME METHODS <<<"$found"
 case $DEVICE in
   cuda)
+    found=$(python tests/on_gpu.py machine) || exit
+    read -r NAME METHODS <<<"$found"
     [ "$NAME" != cpu ] || refuse 'no CUDA here; DEVICE=cpu tries this script on a CPU'
     : "${OUT:=results/gpu}"
     SIZES='16M 221M' WIDTHS='224 832' SHIFTS='1000 0 300 100' SHIFTED='baseline mu_centering zero_sum'
@@ -73,6 +73,7 @@ part() {
   return $status
 }
 
+TORCH=$(python -c 'import importlib.metadata as m; print(m.version("torch"))')
 COMMIT=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 echo "# $(date -u +%Y-%m-%d), ${NAME//_/ }, torch $TORCH, commit $COMMIT; $MINUTES minutes for: $PARTS" |
   tee -a "$HERE/log.txt"
@@ -81,17 +82,20 @@ if wanted tests; then
   part tests 300 "$HERE/tests.txt" python -m pytest -vv -m gpu -p no:cacheprovider tests/test_gpu.py
 fi
 
-if wanted speed; then
+if wanted steps; then
   others=(${METHODS#baseline})
   for size in $SIZES; do  # six methods in a process, so that the memory has room for all their models
     for ((i = 0; i < ${#others[@]}; i += 5)); do
       methods=$(IFS=,; echo "baseline,${others[*]:i:5}")
-      part "step of $size: $methods" 120 "$HERE/speed.txt" \
+      part "step of $size: $methods" 120 "$HERE/steps.txt" \
         python bench.py --device=$DEVICE --sizes=$size --methods=$methods $BENCH
     done
   done
+fi
+
+if wanted heads; then
   for width in $WIDTHS; do
-    part "head of width $width" 60 "$HERE/speed.txt" \
+    part "head of width $width" 60 "$HERE/heads.txt" \
       python bench.py --device=$DEVICE --head --width=$width --tokens=32768 $BENCH
   done
 fi
@@ -117,19 +121,18 @@ if wanted shift; then
   done
 fi
 
-if wanted long; then  # lr x steps / 2 is the sum of the learning rates; a published run at 0.1 has 5,000
+if wanted long; then  # as many steps as fit, at a learning rate whose sum over them is LR_SUM
   seconds=$(((END - SECONDS - 90 / FASTER) / 2))
-  steps=$(python tests/on_gpu.py steps $seconds "$RUNS")
-  steps=$((steps < MOST_STEPS ? steps : MOST_STEPS))
+  read -r steps lr < <(python tests/on_gpu.py steps $seconds $MOST_STEPS $LR_SUM "$RUNS")
   for method in baseline mu_centering; do
-    [ $steps -ge $STEPS ] || { say "left out: long run of $method ($steps steps in $seconds s)"; continue; }
-    lr=$(awk "BEGIN { print 2 * $LR_SUM / $steps }")
+    [ "$steps" -ge $STEPS ] || { say "left out: long run of $method ($steps steps in $seconds s)"; continue; }
     run "$method-lr$lr" $((FASTER * seconds)) --method=$method --lr=$lr --steps=$steps
   done
 fi
 
 if wanted shift || wanted long; then
-  part 'tables of the runs' 60 "$WORK/tables.txt" python tests/on_gpu.py tables "$RUNS" "$HERE"
+  part 'tables of the runs' 60 "$WORK/tables.txt" python tests/on_gpu.py tables "$RUNS" "$WORK/tables" &&
+    cp "$WORK"/tables/{results,curves}.csv "$HERE"
 fi
 echo
 python tests/on_gpu.py report "$OUT" "$NAME"
