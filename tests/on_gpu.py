@@ -10,7 +10,6 @@ The Python parts of on_gpu.sh.
 import csv
 import glob
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -47,8 +46,8 @@ def machine():
 def text(path, characters, vocab_size):
     """
     Writes Python files of the installed packages to a jsonl, in an order that is always the same. Prints the
-    flags with which prepare_fineweb.py makes tokens of them: GPT-2's if that is the size and its ranks can be
-    had; of the standard library where Hugging Face datasets is not installed, which reads local files.
+    flags with which prepare_fineweb.py makes tokens of them: GPT-2's, if that is the size of the vocabulary and
+    its ranks can be had, else byte pairs learned from them.
     """
     root = sysconfig.get_paths()['purelib']
     paths = glob.glob('**/*.py', root_dir=root, recursive=True)
@@ -62,10 +61,7 @@ def text(path, characters, vocab_size):
             left -= len(source)
             if left <= 0:
                 break
-    if left < int(characters) and importlib.util.find_spec('datasets'):
-        print(f'--source=local\n--files={path}')
-    else:
-        print('--source=stdlib')
+    print(f'--source=local\n--files={path}')
 
     def too_slow(*_):
         raise TimeoutError
