@@ -7,6 +7,7 @@ The Python parts of on_gpu.sh.
     python tests/on_gpu.py tables RUNS FOLDER                         results.csv and curves.csv of runs
     python tests/on_gpu.py report FOLDER [DEVICE]                     FOLDER/README.md from the devices' files
 """
+import contextlib
 import csv
 import glob
 import hashlib
@@ -46,8 +47,8 @@ def machine():
 def text(path, characters, vocab_size):
     """
     Writes Python files of the installed packages to a jsonl, in an order that is always the same. Prints the
-    flags with which prepare_fineweb.py makes tokens of them: GPT-2's, if that is the size of the vocabulary and
-    its ranks can be had, else byte pairs learned from them.
+    flags with which prepare_fineweb.py makes tokens of them: GPT-2's, if that is the vocabulary's size and its
+    ranks can be had, else byte pairs learned from them.
     """
     root = sysconfig.get_paths()['purelib']
     paths = glob.glob('**/*.py', root_dir=root, recursive=True)
@@ -61,19 +62,16 @@ def text(path, characters, vocab_size):
             left -= len(source)
             if left <= 0:
                 break
-    print(f'--source=local\n--files={path}')
-
     def too_slow(*_):
         raise TimeoutError
-    try:
+    tokenizer = f'--tokenizer=bpe\n--vocab_size={vocab_size}'
+    if vocab_size == '50257':
         signal.signal(signal.SIGALRM, too_slow)
         signal.alarm(30)  # for a network that never answers
-        if vocab_size != '50257':
-            raise ValueError
-        prepare_fineweb.gpt2()
-        print('--tokenizer=gpt2')
-    except (UserError, ValueError):
-        print(f'--tokenizer=bpe\n--vocab_size={vocab_size}')
+        with contextlib.suppress(UserError):
+            prepare_fineweb.gpt2()
+            tokenizer = '--tokenizer=gpt2'
+    print(f'--source=local\n--files={path}\n{tokenizer}')
 
 
 def steps(seconds, most, lr_sum, runs):
