@@ -47,8 +47,8 @@ def machine():
 def text(path, characters, vocab_size):
     """
     Writes Python files of the installed packages to a jsonl, in an order that is always the same. Prints the
-    flags with which prepare_fineweb.py makes tokens of them: GPT-2's, if that is the vocabulary's size and its
-    ranks can be had, else byte pairs learned from them.
+    flags with which prepare_fineweb.py makes tokens of them: GPT-2's, if that is the vocabulary's size and
+    its ranks can be had, else byte pairs learned from them.
     """
     root = sysconfig.get_paths()['purelib']
     paths = glob.glob('**/*.py', root_dir=root, recursive=True)
