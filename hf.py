@@ -394,6 +394,9 @@ def main(args):
     results = [measure(path, args) for path in args.hf]
     measured = [found for found, _ in results]
     out = args.out or os.path.join('results', '-'.join(m['name'] for m in measured))
+    if len({m['name'] for m in measured}) < len(measured):
+        for path, m in zip(args.hf, measured, strict=True):
+            m['name'] = path
     make_folder(out)
     with lock_folder(out, wait=True):
         table, sentence = table_of(measured), ' '.join(map(sentence_of, measured))

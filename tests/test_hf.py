@@ -143,6 +143,9 @@ def test_each_figure_is_a_plain_computation_in_float64(models, text, tmp_path, n
 def test_several_models_and_weights_in_bf16(models, text, tmp_path, capsys):
     whole, sharded, low_ = measured(models, text, tmp_path, 'llama', 'sharded', 'llama_bf16')
     assert {**whole, 'name': ''} == {**sharded, 'name': ''} and low_['dtype'] == 'bfloat16'
+    copy = shutil.copytree(models / 'gpt2', tmp_path / 'llama')
+    names = [m['name'] for m in measured(models, text, tmp_path, 'llama', copy, flags=['--positions=64'])]
+    assert names == [str(models / 'llama'), str(copy)]
     # stored in bf16 it has lost unit^2 / 12 on average, which is what rounding the fp32 model loses
     assert low_['lost'] == pytest.approx(whole['lost'], rel=0.1)
     said = capsys.readouterr().out
