@@ -3,12 +3,14 @@ Turns text into token shards: FineWeb, shards that others published, local files
 standard library, which needs no network and is what the demo and the proxy grid use.
 
     python prepare_fineweb.py                           # FineWeb sample-100BT, 13.2B GPT-2 tokens, 27 GB
-    python prepare_fineweb.py --tokens=1e9              # the first billion of them
+    python prepare_fineweb.py --tokens=1e9              # the first billion of these
     python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib
 
 The val shard comes first, then the train shards. Every shard is written whole or not at all, and meta.json
-says how much of the text has been used, so the same command resumes where it was stopped.
+says how much of the text has been used, so the same command resumes where it was stopped. Of FineWeb and of
+published shards the files that are taken lie evenly spread over the dataset, as it was at one commit, which
+meta.json keeps.
 """
 import argparse
 import collections
