@@ -3,12 +3,14 @@ Turns text into token shards: FineWeb, shards that others published, local files
 standard library, which needs no network and is what the demo and the proxy grid use.
 
     python prepare_fineweb.py                           # FineWeb sample-100BT, 13.2B GPT-2 tokens, 27 GB
-    python prepare_fineweb.py --tokens=1e9              # the first billion of them
+    python prepare_fineweb.py --tokens=1e9              # the first billion of these
     python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib
 
 The val shard comes first, then the train shards. Every shard is written whole or not at all, and meta.json
-says how much of the text has been used, so the same command resumes where it was stopped.
+says how much of the text has been used, so the same command resumes where it was stopped. Of FineWeb and of
+published shards the files that are taken lie evenly spread over the dataset, as it was at one commit, which
+meta.json keeps.
 """
 import argparse
 import collections
@@ -21,13 +23,13 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
 
 import numpy as np
 
@@ -163,10 +165,46 @@ def encode_batch(encode, texts):
     return np.concatenate(encoded), np.array([len(tokens) for tokens in encoded])
 
 
-def end_with_parent():
-    """Has a worker end when the program does, even if that was killed."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+def worker(connection, encode):
+    """A process that encodes the batches which come through `connection` until that or the program ends."""
+    batches, results = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def receive():  # threads of their own, so that batches and results can wait here
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                batches.put(connection.recv())
+        os._exit(0)
+
+    def send():
+        with contextlib.suppress(OSError):  # the program has gone
+            while True:
+                connection.send(results.get())
+
+    for target in (receive, send):
+        threading.Thread(target=target, daemon=True).start()
+    while True:
+        try:
+            results.put(encode_batch(encode, batches.get()))
+        except UserError as error:
+            results.put(error)
+
+
+def start_workers(n, encode):
+    """Starts n workers -> (their processes, our ends of their connections), which they do not share."""
+    # spawned, not forked: tokenizer threads do not survive a fork, and a fork would inherit the folder lock
+    context, processes, connections = multiprocessing.get_context('spawn'), [], []
+    resource_tracker.ensure_running()  # its first start, within that of a process, would unblock SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the workers inherit that: Ctrl-C is for us
+    try:
+        for _ in range(n):
+            ours, theirs = context.Pipe()
+            processes.append(context.Process(target=worker, args=(theirs, encode), daemon=True))
+            processes[-1].start()
+            theirs.close()  # or we would not notice when a worker is lost
+            connections.append(ours)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return processes, connections
 
 
 def encode_all(texts, encode, workers):
@@ -174,25 +212,34 @@ def encode_all(texts, encode, workers):
     if workers == 1:
         yield from map(functools.partial(encode_batch, encode), in_batches(texts))
         return
-    # spawned, not forked: tokenizer threads do not survive a fork, and a fork would inherit the folder lock
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), end_with_parent)
-    pending = collections.deque()
+
+    def exchange(call, *args):
+        try:
+            return call(*args)
+        except (EOFError, OSError) as error:
+            raise UserError('a tokenizing process was lost, killed or out of memory; the same command '
+                            f'resumes, if need be with fewer --workers than {workers}', status=1) from error
+
+    def receive():
+        result = exchange(pending.popleft().recv)
+        if isinstance(result, UserError):
+            raise result
+        return result
+
+    processes, connections = start_workers(workers, encode)
+    pending = collections.deque()  # the connections through which the next results come
     try:
-        for batch in in_batches(texts):
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new worker inherits that
-            try:
-                pending.append(pool.submit(encode_batch, encode, batch))
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            while pending and (len(pending) > 16 + 2 * workers or pending[0].done()):
-                yield pending.popleft().result()
+        for connection, batch in zip(itertools.cycle(connections), in_batches(texts), strict=False):
+            exchange(connection.send, batch)
+            pending.append(connection)
+            while pending and (len(pending) > 16 + 2 * workers or pending[0].poll()):
+                yield receive()
         while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError('a tokenizing process has gone, killed or out of memory; the same command resumes, '
-                        f'--workers={workers} may be too many', status=1) from error
+            yield receive()
     finally:
-        pool.shutdown(cancel_futures=True)
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -426,7 +426,7 @@ def test_a_worker_that_dies_ends_the_program(tmp_path):
     wait_until(lambda: len(glob.glob(f'{tmp_path}/out/*.bin')) >= 2)
     os.kill(children(started.pid)[-1], signal.SIGKILL)
     finish(started, 1)
-    assert 'a tokenizing process has gone' in one_line(tmp_path / 'stderr')
+    assert 'a tokenizing process was lost' in one_line(tmp_path / 'stderr')
 
 
 def test_more_tokens_later_leave_the_shards_as_they_are(prepared, tmp_path, capsys):
