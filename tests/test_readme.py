@@ -115,6 +115,24 @@ def test_every_number_of_the_table_of_roundings_is_that_of_the_csv():
             assert abs(value - number) <= 1.001 * digits, (line, value)
 
 
+def test_every_number_of_the_table_without_a_shift_is_that_of_the_csv():
+    curves = pd.read_csv(os.path.join(PUBLISHED, 'natural', 'curves.csv'))
+    text = read('results', 'published_here', 'README.md').split('## Without a shift')[1].split('\n## ')[0]
+    every = 'operands,logits,gradient'
+    runs = {'baseline': ('baseline', every), 'zero_sum': ('zero_sum', every),
+            'baseline without any rounding': ('baseline', 'none')}
+    lines = re.findall(r'^\|.*$', text, re.M)[2:]
+    assert len(lines) == 9
+    for line in lines:
+        label, last, *shown = cells_of(line)
+        method, rounded = runs[label]
+        part = curves[(curves.method == method) & (curves.rounded == rounded) & (curves.lr == 0.1)]
+        part = part[part.step.between(int(last.replace(',', '')) - 999, int(last.replace(',', '')))]
+        columns = ['mu_norm', 'logit_mean', 'logit_mean_spread', 'gradient_sum', 'loss']
+        for number, column in zip(shown, columns, strict=True):
+            assert float(number) == pytest.approx(part[column].mean(), abs=1.001 * half_a_unit(number)), line
+
+
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
     """The lines of the diff, put where it says, in a copy: the method trains, and holds to its equation."""
     block = re.search(r'```diff\n(.*?)```', read('README.md'), re.S).group(1)
