@@ -34,7 +34,8 @@ case $GRID in
   demo)
     if [ -z "${METHODS:-}" ]; then  # and what a shifted mean costs, beside the baseline without a shift
       for extra in 'baseline --mu_shift=300' 'baseline --mu_shift=1000' 'mu_centering --mu_shift=1000' \
-          'zero_sum --mu_shift=1000' 'baseline --mu_shift=1000 --rounded=none'; do
+          'zero_sum --mu_shift=1000' 'centered_head --mu_shift=1000' \
+          'baseline --mu_shift=1000 --rounded=none'; do
         EXTRA+="--lr=1e-2 --size=tiny --seed=1 --method=$extra"$'\n'
       done
     fi

@@ -139,7 +139,7 @@ def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
     assert {args.data for args in runs['paper']} == {'data/fineweb'}
     assert {args.lam for args in runs['paper']} == {None}  # the method's own
     assert {args.lam for args in runs['ablation']} == {1e-7, 1e-4, 1e-1, 1e2}
-    assert len(runs['demo']) == 6 * 2 + 5 and {args.lam for args in runs['demo']} == {None}
+    assert len(runs['demo']) == 6 * 2 + 6 and {args.lam for args in runs['demo']} == {None}
     assert {args.mu_shift for args in runs['demo']} == {0, 300, 1000}
     assert {(args.method, args.lam) for args in runs['demo two']} == {('z_loss', 0.1), ('baseline', None)}
     assert len(runs['demo two']) == 2 * 2 * 2 and {args.mu_shift for args in runs['demo two']} == {0, 30}
