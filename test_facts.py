@@ -459,6 +459,17 @@ def test_a_compiler_that_drops_a_rounding_is_refused(monkeypatch):
             model.compile_head(loss_and_grad, config)
 
 
+def test_a_gpu_has_chunks_that_fill_it_and_leave_most_of_its_memory(monkeypatch):
+    class Tokens(list):
+        device = torch.device('cuda')
+    for gibibytes, chunks in ((8, 50), (24, 17), (80, 8), (141, 8)):
+        memory = type('', (), {'total_memory': gibibytes * 2**30})
+        monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda _, memory=memory: memory)
+        n = model.n_chunks(Tokens(range(131_072)), range(50_304))
+        largest = -(-131_072 // n)
+        assert n == chunks and largest <= 16384 and largest * 50_304 * 2 <= gibibytes * 2**30 / 32
+
+
 @pytest.mark.parametrize('low, wide', [('bfloat16', 'float32'), ('float32', 'float32')])
 def test_products_of_narrow_numbers_are_summed_in_the_wide_dtype(low, wide):
     """1024 products of numbers with 8 bits: a bf16 sum, or a result rounded to bf16, would be off by 2^-9."""

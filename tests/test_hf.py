@@ -29,6 +29,8 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedTokenizerFast,
     StableLmConfig,
     StableLmForCausalLM,
@@ -68,6 +70,7 @@ def models(tmp_path_factory):
     save('llama_bf16', llama.bfloat16(), 0)
     save('gemma2', Gemma2ForCausalLM(Gemma2Config(**GEMMA, final_logit_softcapping=4.0)), 0.3)
     save('cohere', CohereForCausalLM(CohereConfig(**GEMMA, logit_scale=0.25)), 1)
+    save('phi', PhiForCausalLM(PhiConfig(**LLAMA)), 1)
     save('bert', BertForMaskedLM(BertConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1,
                                             num_attention_heads=2, intermediate_size=32)), 1)
     assert len(list((root / 'sharded').glob('*.safetensors'))) > 1
@@ -271,7 +274,7 @@ def test_folders_that_are_no_such_model(models, text, tmp_path, monkeypatch):
             (str(tmp_path / 'empty'),), (str(models / 'bert'), 'BertForMaskedLM'), (damaged('cut', cut),),
             (damaged('code', code),), (damaged('no_json', lambda f: (f / 'config.json').write_text('{')),),
             (damaged('other', edit(num_hidden_layers=3)), 'lack'), (str(models / 'cohere'), 'not understood'),
-            (damaged('typed', edit(hidden_size='x')),)):
+            (str(models / 'phi'), 'bias'), (damaged('typed', edit(hidden_size='x')),)):
         refused(lambda folder=folder: analyze.main(['--hf', folder, f'--out={tmp_path}/out']), folder, *words)
     assert not pwned.exists() and not (tmp_path / 'out').exists()
     one = ['--hf', str(models / 'llama'), f'--out={tmp_path}/out']
