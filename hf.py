@@ -337,8 +337,8 @@ def table_of(measured):
         except KeyError:  # without text, or with capped logits
             return '-'
     rows = [[title, *(cell(line, m) for m in measured)] for title, line in lines.items()]
-    says = ('Odd rows: padding, equal or of one constant norm. Variance lost: of E that is stored in bf16, what '
-            'rounding to it costs on average. In brackets: nats above fp32.')
+    says = ('Odd rows: padding, equal or of one constant norm. Variance lost: of embeddings that are stored '
+            'in bf16, what that costs on average. In brackets: nats above fp32.')
     return dict(title='Output embeddings and logits', where='Section 3', rows=rows, says=says,
                 header=['', *(m['name'] for m in measured)])
 
