@@ -120,8 +120,8 @@ def statistics(batches, E, config, mu=None):
     chunks = []
     for h_all, targets_all in batches:
         h_op_all, E_op = head_operands(h_all, E, config)
-        n = 4 * n_chunks(h_all, E)  # here are a dozen tensors of n x V, in training two
-        n = min(n, -(-len(h_all) // 64))
+        # smaller chunks than in training, since a dozen tensors of n x V are held here and two there
+        n = min(4 * n_chunks(h_all, E), -(-len(h_all) // 64))
         parts = h_all.float().chunk(n), h_op_all.chunk(n), targets_all.chunk(n)
         for h, h_op, targets in zip(*parts, strict=True):
             logits = to_logits_dtype(products(h_op, E_op, config), 'logits', config)

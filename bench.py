@@ -244,7 +244,7 @@ def main(argv=None):
     add('--micro_batch_size', type=count, help='sequences in a forward pass (default: as train.py chooses)')
     add('--vocab_size', type=extent, help='rows of the head (default 50304; 2048 for the step of tiny)')
     add('--tokens', type=count,
-        help='tokens of --head (default 32768 on a GPU, where the plain head takes 31 GiB; 1024 on a CPU)')
+        help='tokens of --head (default 32768 on a GPU, so that the plain head fits; 1024 on a CPU)')
     add('--width', type=extent, help='width H of --head (default 224 on a GPU, 64 on a CPU)')
     args = parse_args(p, argv)
 

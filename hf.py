@@ -8,7 +8,6 @@ mean output embedding far out, what does BF16 cost it, would centering help?
 
 By Fact 2 a finished model can be centered without training: no probability changes.
 """
-import contextlib
 import math
 import os
 import shutil
@@ -45,7 +44,7 @@ def load(path):
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     only = {'local_files_only': os.path.isdir(path), 'trust_remote_code': False}
-    with one_line(f'--hf={path}'):
+    with sources.naming(f'--hf={path}: not a model that can be read'):
         config = transformers.AutoConfig.from_pretrained(path, **only)
         names = getattr(config, 'architectures', None) or ['a model of no named architecture']
         if config.is_encoder_decoder or not names[0].endswith(('ForCausalLM', 'LMHeadModel')):
@@ -65,18 +64,6 @@ def load(path):
     except Exception:  # of many kinds; its embeddings can still be measured
         tokenizer = None
     return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
-
-
-@contextlib.contextmanager
-def one_line(what):
-    """Raises what the libraries raise about a damaged or foreign folder as a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise UserError(f'{what}: not a model that can be read ({reason})') from error
 
 
 def is_tied(model):
@@ -99,7 +86,7 @@ def head_config(path, model):
                        dtype='bfloat16' if on_gpu else 'float32', logits_dtype='bfloat16')
     E = model.get_output_embeddings().weight
     tokens = torch.arange(min(16, len(E)), device=E.device)[None]
-    with torch.no_grad(), one_line(f'--hf={path}'):
+    with torch.no_grad(), sources.naming(f'--hf={path}: not a model that can be read'):
         theirs = model(input_ids=tokens, use_cache=False).logits[0].float()
         ours = final_states(model, tokens).float() @ E.float().T
     ours = cap * torch.tanh(ours / cap) if cap else ours

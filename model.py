@@ -93,15 +93,18 @@ def gpt_config(settings):
 
 def to_logits_dtype(x, part, config):
     """
-    Rounds x to logits_dtype, but keeps its dtype, if config.rounded names this `part` of ROUNDED.
-    Autograd rounds the gradient of x on its way back only if config.rounded names the gradient.
+    Rounds x to logits_dtype, but keeps its dtype, if config.rounded names this `part` of ROUNDED. In the
+    backward pass autograd rounds the gradient in the same way, if config.rounded names the gradient.
     """
     parts = config.rounded.split(',')
-    if part not in parts and not (part == 'logits' and 'gradient' in parts):
-        return x
     low = x.to(getattr(torch, config.logits_dtype)).to(x.dtype)
-    value, way_back = low if part in parts else x, low if 'gradient' in parts else x
-    return value if value is way_back else way_back + (value - way_back).detach()  # which is value exactly
+    if part in parts and 'gradient' in parts:
+        return low
+    if part in parts:  # the value alone: x + (low - x) is low exactly
+        return x + (low - x).detach()
+    if part == 'logits' and 'gradient' in parts:  # the gradient alone
+        return low + (x - low).detach()
+    return x
 
 
 def logits_to_loss(logits, targets, config, with_stats=True):
@@ -388,10 +391,9 @@ class GPT(nn.Module):
 
 def n_chunks(h, E):
     """
-    How many chunks the chunked head makes of h. On a GPU a chunk has up to 16,384 tokens, enough to keep it
-    busy and to make up for reading the gradient of E again, and its bf16 logits take at most 1/32 of the
-    memory (not of the free memory, or a resumed run might sum in another order); on a CPU few enough for
-    them to stay in cache.
+    How many chunks the chunked head makes of h. On a CPU a chunk has so few tokens that its logits stay in
+    cache. On a GPU it has up to 16,384, to keep the card busy, and its bf16 logits take at most 1/32 of the
+    card's memory. Were it the free memory, a resumed run might sum in another order.
     """
     tokens = max(64, min(1024, 2**24 // len(E)))
     if h.device.type == 'cuda':
@@ -417,9 +419,9 @@ def products(h, E, config):
 
 def loss_and_grad(product, targets, config, with_stats):
     """
-    The products e_i . h (n, V) of a chunk, which are lost -> their gradient in config.dtype, the summed
-    loss and statistics. The gradient is rounded to logits_dtype like the logits. Compiled, this is a few
-    fused kernels.
+    A chunk's products e_i . h (n, V), which it may overwrite -> the gradient with respect to them in
+    config.dtype, and the summed loss and statistics. The gradient is rounded to logits_dtype like the
+    logits. Compiled, this is a few fused kernels.
     """
     grad_and_value = torch.func.grad_and_value(logits_to_loss, has_aux=True)
     logits = to_logits_dtype(product, 'logits', config)
@@ -435,16 +437,22 @@ def loss_and_grad(product, targets, config, with_stats):
     return grad, loss, stats
 
 
+def check_compiler(config):
+    """
+    Raises UserError where torch.compile would drop a rounding to bf16: before torch 2.13 it drops those of
+    fp32 numbers that stay fp32, such as the second rounding of soft_capping.
+    """
+    stay_fp32 = config.dtype != 'bfloat16' or config.method == 'soft_capping'
+    if torch.__version__ < '2.13' and config.logits_dtype == 'bfloat16' and stay_fp32:
+        raise UserError(f'--compile in torch {torch.__version__} drops the rounding of the logits of '
+                        f'{config.method} in {config.dtype}; 2.13 keeps it, and so does --no-compile')
+
+
 def compile_head(function, config):
     """
     torch.compile that keeps every rounding to bf16: fused kernels drop a cast down and up unless told not to.
-    Raises UserError where this version of torch cannot: before 2.13 it drops the rounding of fp32 numbers
-    that stay fp32.
     """
-    fp32 = config.dtype != 'bfloat16' or config.method == 'soft_capping'  # which rounds once more
-    if torch.__version__ < '2.13' and config.logits_dtype == 'bfloat16' and fp32:
-        raise UserError(f'--compile in torch {torch.__version__} drops the rounding of the logits of '
-                        f'{config.method} in {config.dtype}; 2.13 keeps it, and so does --no-compile')
+    check_compiler(config)
     options = {'emulate_precision_casts': True}
     if torch.cuda.is_available() and config.method not in ('norm_softmax', 'max_z_loss'):
         options['realize_reads_threshold'] = 1  # log Z of a position is computed once, not for every logit

@@ -35,10 +35,9 @@ from model import (
     ROUNDED,
     SIZES,
     base_method,
-    compile_head,
+    check_compiler,
     embeddings_to_loss,
     gpt_config,
-    loss_and_grad,
     merge_stats,
 )
 
@@ -189,7 +188,7 @@ def fill_in(args, device_type, world_size):
     refuse('float64' in (args.dtype, args.logits_dtype) and args.dtype != args.logits_dtype,
            f'--dtype={args.dtype} with --logits_dtype={args.logits_dtype}: float64 goes with float64 only')
     if args.compile:
-        compile_head(loss_and_grad, gpt_config(vars(args)))  # which compiles nothing yet, but may refuse to
+        check_compiler(gpt_config(vars(args)))
 
 
 def default_data(on_gpu):
@@ -302,7 +301,7 @@ def peak_flops(device_name):
 
 
 def learning_rate(step, args):
-    """η of step 0, 1, ...: lr (step + 1) / (warmup + 1), then a cosine that would be min_lr at `steps`."""
+    """η of step 0, 1, ...: lr (step + 1) / (warmup + 1), then a cosine that would reach min_lr at `steps`."""
     if step < args.warmup:
         return args.lr * (step + 1) / (args.warmup + 1)
     progress = (step - args.warmup) / (args.steps - args.warmup)
@@ -530,7 +529,8 @@ def main(argv=None):
                       data_fingerprint=data.fingerprint(train_shards + val_shards))
 
     # the run's folder: that of another run, done, stopped on the way, or new
-    run, per_process = Run(args.out, vars(args), master=rank == 0), args.batch_size // world_size
+    run = Run(args.out, vars(args), master=rank == 0)
+    per_process = args.batch_size // world_size
     earlier = run.before.get('micro_batch_size') if args.deterministic else None
     if earlier in range(1, per_process + 1) and per_process % earlier == 0:  # a resume sums in the same order
         args.micro_batch_size = args.micro_batch_size or earlier
