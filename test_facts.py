@@ -470,6 +470,15 @@ def test_a_gpu_has_chunks_that_fill_it_and_leave_most_of_its_memory(monkeypatch)
         assert n == chunks and largest <= 16384 and largest * 50_304 * 2 <= gibibytes * 2**30 / 32
 
 
+def test_train_refuses_that_compiler_before_it_begins(monkeypatch):
+    monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.11.0+cu128'))
+    rounds = ['--compile', '--logits_dtype=bfloat16']
+    for device, flags in (('cuda', ['--method=soft_capping']), ('cpu', rounds)):
+        with pytest.raises(UserError, match='--compile in torch 2.11'):
+            train.fill_in(train.parser().parse_args(flags), device, 1)
+    train.fill_in(train.parser().parse_args([]), 'cuda', 1)
+
+
 @pytest.mark.parametrize('low, wide', [('bfloat16', 'float32'), ('float32', 'float32')])
 def test_products_of_narrow_numbers_are_summed_in_the_wide_dtype(low, wide):
     """1024 products of numbers with 8 bits: a bf16 sum, or a result rounded to bf16, would be off by 2^-9."""
