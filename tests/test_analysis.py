@@ -703,11 +703,14 @@ def test_a_model_that_is_damaged_or_of_other_settings_or_would_run_code_is_one_l
     assert not pwned.exists()
 
 
-def test_statistics_are_kept_until_the_model_or_the_columns_change(one):
+def test_statistics_are_kept_until_the_model_or_what_they_are_changes(one):
     kept = one / 'analysis.json'
     before, text = analyze.analyze_run(one), kept.read_text()
-    kept.write_text(json.dumps({'columns': ['old'], 'statistics': {}}))
-    assert analyze.analyze_run(one) == before and kept.read_text() == text
+    whole = {**json.loads(text), 'statistics': {}}
+    for older in ({'columns': ['old']}, {'positions': 8192}, {'logits': None}):
+        content = {key: value for key, value in {**whole, **older}.items() if value is not None}
+        kept.write_text(json.dumps(content))
+        assert analyze.analyze_run(one) == before and kept.read_text() == text
     checkpoint = torch.load(one / 'model.pt', weights_only=True)
     checkpoint['model']['lm_head.weight'] *= 2
     torch.save(checkpoint, one / 'model.pt')
