@@ -588,7 +588,7 @@ def main(argv=None):
     p.add_argument('--text', metavar='FILES',
                    help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: text); default: '
                         "the source of Python's standard library")
-    p.add_argument('--positions', type=number(least=0, integer=True), default=POSITIONS,
+    p.add_argument('--positions', type=number(least=0, whole=True), default=POSITIONS,
                    help=f'with --hf: how many tokens of it, 0 for none (default {POSITIONS:,})')
     p.add_argument('--drop_odd_rows', action='store_true',
                    help='with --hf: leave rows out of the mean that are padding, equal or of one norm')

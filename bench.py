@@ -225,7 +225,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     add, dtypes, flag = p.add_argument, ['bfloat16', 'float32'], argparse.BooleanOptionalAction
-    count, extent = number(1, integer=True), number(1, below=2**16 + 1, integer=True)
+    count, extent = number(1, whole=True), number(1, most=2**16, whole=True)
     add('--sizes', help='separated by commas (default 16M on a GPU, tiny on a CPU)')
     add('--methods', default='all', help='separated by commas, compared with the first of them (default all)')
     what = p.add_mutually_exclusive_group()
@@ -236,7 +236,7 @@ def main(argv=None):
     add('--dtype', choices=dtypes, help='as in train.py')
     add('--logits_dtype', choices=dtypes, help='as in train.py')
     add('--compile', action=flag, help='compile the step (default on a GPU)')
-    add('--threads', type=number(1, below=1025, integer=True), help='CPU threads')
+    add('--threads', type=number(1, most=1024, whole=True), help='CPU threads')
     add('--keep_freed_memory', action=flag, default=True,
         help='on a CPU, as train.py does (default); without it plain heads lose half their time')
     add('--batch_size', type=extent, help='sequences in a step (default 64 on a GPU, 8 on a CPU)')

@@ -1,7 +1,6 @@
-"""What every program needs: one-line errors, number flags, files written whole or not at all, locks."""
+"""What every program needs: errors as one line, flags that are numbers, files written whole, locks."""
 import argparse
 import contextlib
-import difflib
 import fcntl
 import json
 import math
@@ -10,15 +9,17 @@ import sys
 
 
 class UserError(Exception):
-    """
-    What ends a program with one line on stderr. `status` is 2 for the user's input, 3 for a folder in
-    use, 1 for the rest. Of several processes rank 0 speaks for all, unless only this rank can have seen
-    the error (`any_rank`).
-    """
+    """Ends a program with one line: status 2 for the user's input, 3 for a folder in use, 1 for the rest."""
 
-    def __init__(self, message, status=2, any_rank=False):
+    def __init__(self, message, status=2):
         super().__init__(' '.join(str(message).split()))
-        self.status, self.any_rank = status, any_rank
+        self.status = status
+
+
+def check(right, message, status=2):
+    """Raises UserError unless `right` holds."""
+    if not right:
+        raise UserError(message, status)
 
 
 def run(main):
@@ -31,51 +32,43 @@ def run(main):
         error = UserError('interrupted', 130)
     except OSError as failed:  # a disk that fails, be it the one that holds the terminal's output
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try once more to write its buffer
-        where = failed.filename or 'standard output'
-        error = UserError(f'{failed.strerror}: {where}' if failed.strerror else failed, 1, any_rank=True)
-    if error.any_rank or os.environ.get('RANK', '0') == '0':
+        error = UserError(f'{failed.strerror or failed}: {failed.filename or "standard output"}', 1)
+    if os.environ.get('RANK', '0') == '0':  # under torchrun every process comes here, and one speaks
         print(f'error: {error}', file=sys.stderr, flush=True)
     sys.exit(error.status)
 
 
-def number(least=None, above=None, below=None, integer=False):
-    """An argparse type: a finite number, written 3, 1e-1 or 13.1e9, that is >= least, > above and < below."""
-    limits = [f'{word} {limit:g}' for word, limit in (('from', least), ('above', above), ('below', below))
-              if limit is not None]
-    wanted = ' '.join(['a whole number' if integer else 'a number', ' and '.join(limits)]).strip()
+def parse_args(parser, argv):
+    """parser.parse_args, but it raises UserError where argparse would print two lines and exit."""
+    def fail(message):
+        raise UserError(message)
+    parser.error = fail
+    return parser.parse_args(argv)
+
+
+def number(least=-math.inf, above=-math.inf, most=math.inf, whole=False):
+    """An argparse type: a finite number, written 3, 1e-1 or 13.1e9, that is >= least, > above and <= most."""
+    limits = [f'{word} {limit:g}' for word, limit in (('from', least), ('above', above), ('to', most))
+              if math.isfinite(limit)]
+    wanted = ' '.join(['a whole number' if whole else 'a number', *limits])
 
     def parse(text):
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        good = math.isfinite(value) and (not integer or value == int(value))
-        good = good and (least is None or value >= least) and (above is None or value > above)
-        good = good and (below is None or value < below)
-        if not good:
+        if not (math.isfinite(value) and least <= value <= most and value > above
+                and (value.is_integer() or not whole)):
             raise argparse.ArgumentTypeError(f'should be {wanted}, is {text!r}')
-        return int(value) if integer else value
+        return int(value) if whole else value
     return parse
-
-
-def parse_args(parser, argv):
-    """parser.parse_args that raises UserError where argparse would exit; an unknown flag: did you mean."""
-    def fail(message):
-        raise UserError(message)
-    parser.error = fail
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        close = difflib.get_close_matches(unknown[0].split('=')[0], flags, 1)
-        fail(f'unknown argument {unknown[0]}' + (f', did you mean {close[0]}?' if close else ', see --help'))
-    return args
 
 
 def write_atomic(path, write, mode='wb'):
     """
-    write(file) fills a temporary file beside `path`, which replaces `path` only once it is safely on
-    disk: a reader sees the old content or the new, never half. Where the disk refuses, the old file
-    stays and UserError is raised.
+    write(file) fills a temporary file beside `path`, which replaces `path` only once it is safely on disk: a
+    reader sees the old content or the new, never half. Where the disk refuses, the old file stays and
+    UserError is raised.
     """
     temporary = f'{path}.tmp'
     try:
@@ -85,10 +78,8 @@ def write_atomic(path, write, mode='wb'):
             os.fsync(file.fileno())
         os.replace(temporary, path)
         folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must survive a power cut
-        finally:
-            os.close(folder)
+        os.fsync(folder)  # the rename itself must survive a power cut
+        os.close(folder)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -97,7 +88,7 @@ def write_atomic(path, write, mode='wb'):
 
 
 def write_json(path, value):
-    """Writes `value` to `path` as indented JSON, atomically; NaN and infinities as Python's json does."""
+    """Writes `value` as indented JSON, atomically; NaN and infinities as Python's json does."""
     write_atomic(path, lambda file: file.write(json.dumps(value, indent=2) + '\n'), mode='w')
 
 
@@ -108,8 +99,7 @@ def read_json(path):
             value = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f'{path}: not readable as JSON ({error})') from error
-    if not isinstance(value, dict):
-        raise UserError(f'{path}: should hold a JSON object')
+    check(isinstance(value, dict), f'{path}: should hold a JSON object')
     return value
 
 
@@ -123,17 +113,14 @@ def make_folder(path):
 
 def lock_folder(path, wait=False):
     """
-    Takes the folder for this process and returns the open lock file: the lock goes when the file is
-    closed or the process ends, however it ends. While another process has it, raises UserError with
-    status 3, or waits.
+    Takes the folder for this process and returns the open lock file: the lock goes when that is closed or
+    the process ends, however it ends. While another process has it, raises UserError (status 3) or waits.
     """
     try:
         file = open(os.path.join(path, '.lock'), 'a')
-    except OSError as error:
-        raise UserError(f'cannot write in the folder {path}: {error.strerror}', status=1) from error
-    try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
-        file.close()
         raise UserError(f'{path}: another process is working in this folder', status=3) from error
+    except OSError as error:
+        raise UserError(f'cannot write in the folder {path}: {error.strerror}', status=1) from error
     return file

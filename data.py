@@ -16,7 +16,7 @@ import os
 
 import numpy as np
 
-from common import UserError, read_json, write_atomic
+from common import UserError, check, read_json, write_atomic
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
 
@@ -35,50 +35,57 @@ def write_shard(path, tokens):
 def read_shard(path):
     """The tokens of a shard, a read-only memory map (n,) uint16. Raises UserError if it is not whole."""
     try:
-        size = os.path.getsize(path)
-        magic, version, n = (int(x) for x in np.fromfile(path, '<i4', 3)) if size >= 4 * HEADER else (0, 0, 0)
+        header, size = np.fromfile(path, '<i4', 3).tolist(), os.path.getsize(path)
     except OSError as error:
         raise UserError(f'{path}: not readable as a token shard ({error.strerror})') from error
-    if size < 4 * HEADER:
-        raise UserError(f'{path}: too short for a token shard ({size} bytes, its header has {4 * HEADER})')
-    if magic != MAGIC:
-        raise UserError(f'{path}: not a token shard (magic number {magic}, should be {MAGIC})')
-    if version != VERSION:
-        raise UserError(f'{path}: shard version {version}, this code reads version {VERSION}')
-    if size != 4 * HEADER + 2 * n:
-        held = (size - 4 * HEADER) / 2
-        raise UserError(f'{path}: the header says {n} tokens, the file holds {held:g}; cut short or damaged')
-    return np.memmap(path, '<u2', 'r', offset=4 * HEADER, shape=(n,)) if n else np.zeros(0, '<u2')
+    check(len(header) == 3 and header[:2] == [MAGIC, VERSION],
+          f'{path}: not a token shard, which begins with {MAGIC} and version {VERSION}, but with {header[:2]}')
+    check(size == 4 * HEADER + 2 * header[2],
+          f'{path}: cut short or damaged; its header says {header[2]} tokens, its size is {size} bytes')
+    return np.memmap(path, '<u2', 'r', offset=4 * HEADER) if header[2] else np.zeros(0, '<u2')
 
 
-def load_shards(folder, split):
-    """The shards of a split, train or val, in the order of their names. UserError if there are none."""
-    paths = sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin')))
-    if not paths:
-        why = 'no such folder' if not os.path.isdir(folder) else f'it has no *_{split}_*.bin'
-        make = f'python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out={folder}'
-        raise UserError(f'--data={folder}: {why}; make one with: {make}')
-    return [read_shard(path) for path in paths]
-
-
-def vocabulary(folder):
-    """How many token ids the shards use, from meta.json; GPT-2's 50257 for shards that others published."""
+def read_meta(folder):
+    """What prepare_fineweb.py noted beside its shards; of shards that others published, GPT-2's vocabulary."""
     path = os.path.join(folder, 'meta.json')
-    if not os.path.exists(path):
-        return 50257
-    size = read_json(path).get('vocab_size')
-    if type(size) is not int or not 0 < size <= 2**16:
-        raise UserError(f'{path}: vocab_size should be a whole number from 1 to 65536, is {size!r}')
-    return size
+    meta = read_json(path) if os.path.exists(path) else {'vocab_size': 50257}
+    size = meta.get('vocab_size')
+    check(type(size) is int and 0 < size <= 2**16,
+          f'{path}: vocab_size should be a whole number from 1 to 65536, is {size!r}')
+    return meta
 
 
-def unfinished(folder):
-    """A line that says so where meta.json knows that prepare_fineweb.py was stopped on the way, else None."""
-    path = os.path.join(folder, 'meta.json')
-    meta = read_json(path) if os.path.exists(path) else {}
-    if meta.get('complete') is False:
-        return (f'{folder} is not complete: it has {meta.get("tokens")} of {meta.get("requested_tokens")} '
-                'training tokens')
+class Windows:
+    """The windows of all shards of a split, train or val: windows[numbers] are their tokens."""
+
+    def __init__(self, folder, split, block_size, vocab_size):
+        paths = sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin')))
+        check(paths, f'--data={folder} has no *_{split}_*.bin; make some: python prepare_fineweb.py '
+              f'--out={folder}, or without a network --source=stdlib --tokenizer=bytes')
+        self.paths, self.shards = paths, [read_shard(path) for path in paths]
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self.ends = np.cumsum([max(0, len(shard) - 1) // block_size for shard in self.shards])
+        check(len(self), f'--data={folder} has no {split} shard as long as --block_size={block_size}')
+        for i in range(len(paths)):  # the start of each shard here, the rest as it is read
+            self.tokens(i, 0, 2**20)
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def tokens(self, i, start, end):
+        """The tokens of shard i from start to end. Raises UserError if the head has too few rows for one."""
+        tokens = self.shards[i][start:end]
+        largest = tokens.max(initial=0)
+        check(largest < self.vocab_size,
+              f'{self.paths[i]}: token {largest}, but the head has {self.vocab_size} rows (--vocab_size)')
+        return tokens
+
+    def __getitem__(self, numbers):
+        """Numbers (n,) of windows, counted through all shards -> their tokens (n, block_size + 1) int64."""
+        which = np.searchsorted(self.ends, numbers, side='right')
+        starts = (numbers - np.concatenate(([0], self.ends))[which]) * self.block_size
+        return np.stack([self.tokens(i, start, start + self.block_size + 1)
+                         for i, start in zip(which, starts, strict=True)]).astype(np.int64)
 
 
 def fingerprint(shards):
@@ -87,33 +94,6 @@ def fingerprint(shards):
     for shard in shards:
         digest.update(b'%d:' % len(shard) + shard[:2**15].tobytes() + shard[-2**15:].tobytes())
     return digest.hexdigest()[:16]
-
-
-def count_windows(shards, block_size):
-    """How many windows of block_size tokens and the next one each shard holds: (n_shards,) int64."""
-    return np.array([max(0, len(shard) - 1) // block_size for shard in shards])
-
-
-def check_tokens(shard, start, end, vocab_size, any_rank=False):
-    """shard[start:end]. Raises UserError if a token is beyond a head of vocab_size rows."""
-    tokens = shard[start:end]
-    if len(tokens) and tokens.max() >= vocab_size:
-        raise UserError(f'{shard.filename}: it has the token {tokens.max()}, but the head has only '
-                        f'{vocab_size} rows (--vocab_size)', any_rank=any_rank)
-    return tokens
-
-
-def read_windows(shards, block_size, windows, vocab_size):
-    """
-    Windows (n,), numbered through all shards -> their tokens (n, block_size + 1) int64. Raises UserError if
-    one is not below vocab_size.
-    """
-    ends = np.cumsum(count_windows(shards, block_size))
-    which = np.searchsorted(ends, windows, side='right')
-    starts = (windows - np.concatenate(([0], ends))[which]) * block_size
-    rows = [check_tokens(shards[shard], start, start + block_size + 1, vocab_size, any_rank=True)
-            for shard, start in zip(which, starts, strict=True)]
-    return np.stack(rows).astype(np.int64)
 
 
 @functools.lru_cache(maxsize=2)  # two epochs, for a batch that straddles them

@@ -44,23 +44,23 @@ NAMES = {'fineweb': 'sample-100BT', 'pretokenized': PRETOKENIZED}  # defaults of
 def parser():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    add, shard_size = p.add_argument, number(1, below=2**31, integer=True)
+    add, shard_size = p.add_argument, number(1, most=2**31 - 1, whole=True)
     add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'],
         help='where the text comes from (default fineweb)')
     add('--out', default='data/fineweb', help='folder of the shards (default data/fineweb)')
     add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes', 'bpe'],
         help='gpt2: by tiktoken (default); bytes: UTF-8 bytes and an end-of-text token, needs no download; '
              'bpe: byte pairs learned from the text itself, needs none either')
-    add('--vocab_size', type=number(257, below=2**16 + 1, integer=True),
+    add('--vocab_size', type=number(257, most=2**16, whole=True),
         help='of --tokenizer=bpe, end-of-text and the 256 bytes included (default 1024)')
-    add('--tokens', type=number(1, integer=True), default=13_200_000_000,
+    add('--tokens', type=number(1, whole=True), default=13_200_000_000,
         help='training tokens to stop at; the paper sees 13.1e9 (default 13.2e9)')
     add('--val_tokens', type=shard_size, default=10_500_000, help='tokens in the val shard (default 10.5e6)')
     add('--shard_tokens', type=shard_size, default=100_000_000, help='in a train shard (default 1e8, 200 MB)')
     add('--files', help='a quoted glob of .txt, .jsonl or .parquet files (column: text) for --source=local')
     add('--name', help='of FineWeb the config, such as sample-10BT (default sample-100BT); of pretokenized '
                        f'shards the dataset (default {PRETOKENIZED})')
-    add('--workers', type=number(1, below=1025, integer=True), default=os.cpu_count() or 1,
+    add('--workers', type=number(1, most=1024, whole=True), default=os.cpu_count() or 1,
         help='tokenizing processes (default: all cores)')
     add('--retry_minutes', type=number(0), default=60,
         help='how long to repeat a download that the network or the hub refuses (default 60)')
