@@ -39,14 +39,14 @@ def read_shard(path):
     except OSError as error:
         raise UserError(f'{path}: not readable as a token shard ({error.strerror})') from error
     check(len(header) == 3 and header[:2] == [MAGIC, VERSION],
-          f'{path}: not a token shard, which begins with {MAGIC} and version {VERSION}, but with {header[:2]}')
+          f'{path}: not a token shard: should begin with {MAGIC} and {VERSION}, begins with {header[:2]}')
     check(size == 4 * HEADER + 2 * header[2],
           f'{path}: cut short or damaged; its header says {header[2]} tokens, its size is {size} bytes')
     return np.memmap(path, '<u2', 'r', offset=4 * HEADER) if header[2] else np.zeros(0, '<u2')
 
 
 def read_meta(folder):
-    """What prepare_fineweb.py noted beside its shards; of shards that others published, GPT-2's vocabulary."""
+    """What prepare_fineweb.py notes of its shards; of those that others published, GPT-2's vocabulary."""
     path = os.path.join(folder, 'meta.json')
     meta = read_json(path) if os.path.exists(path) else {'vocab_size': 50257}
     size = meta.get('vocab_size')
