@@ -22,10 +22,7 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256
 
 
 def write_shard(path, tokens):
-    """Writes `tokens` (n,), n < 2^31, as one shard, atomically. Raises ValueError unless all fit uint16."""
-    tokens = np.asarray(tokens)
-    if tokens.size and not (0 <= int(tokens.min()) and int(tokens.max()) < 2**16):
-        raise ValueError('shards hold tokens from 0 to 65535')
+    """Writes `tokens` (n,), n < 2^31, each from 0 to 65535, as one shard, atomically."""
     header = np.zeros(HEADER, '<i4')
     header[:3] = MAGIC, VERSION, len(tokens)
     tokens = np.ascontiguousarray(tokens, '<u2')  # 200 MB of our own: no copy
@@ -67,17 +64,17 @@ class Windows:
         self.ends = np.cumsum([max(0, len(shard) - 1) // block_size for shard in self.shards])
         check(len(self), f'--data={folder} has no {split} shard as long as --block_size={block_size}')
         for i in range(len(paths)):  # the start of each shard here, the rest as it is read
-            self.tokens(i, 0, 2**20)
+            self.tokens(i, 0, 2**20, status=2)
 
     def __len__(self):
         return int(self.ends[-1])
 
-    def tokens(self, i, start, end):
+    def tokens(self, i, start, end, status=1):
         """The tokens of shard i from start to end. Raises UserError if the head has too few rows for one."""
         tokens = self.shards[i][start:end]
         largest = tokens.max(initial=0)
         check(largest < self.vocab_size,
-              f'{self.paths[i]}: token {largest}, but the head has {self.vocab_size} rows (--vocab_size)')
+              f'{self.paths[i]} has token {largest}, the head only {self.vocab_size} rows', status)
         return tokens
 
     def __getitem__(self, numbers):
