@@ -91,8 +91,7 @@ def train_steps(gpt, method, n, optimizer=None, lr=0.01, micro_batches=1, **more
         yield train.train_step(gpt, optimizer, batch, step, lr, args, updates, False)
 
 
-# --------------------------------------------------------------------------------------------------
-# the Facts
+# -------- the Facts
 
 
 def test_fact_1_the_mean_logit_is_mu_times_h():
@@ -205,8 +204,7 @@ def test_fact_4_below_2_to_the_minus_9_the_rounding_of_p_t_minus_1_is_minus_p_t(
     assert others.mean().abs() < 5 * others.std() / 64
 
 
-# --------------------------------------------------------------------------------------------------
-# every method is its equation, in both heads
+# -------- every method is its equation, in both heads
 
 
 STEP = 3  # the optimizer step, which decides the rows that laplace_reg samples
@@ -328,8 +326,7 @@ def test_coupled_adam_is_its_equation_and_leaves_all_else_to_adam(tying):
             close(p.detach(), expected[p], rtol=1e-10, atol=1e-12)
 
 
-# --------------------------------------------------------------------------------------------------
-# what the paper claims
+# -------- what the paper claims
 
 
 def test_z_loss_treats_positive_and_negative_logits_differently():
