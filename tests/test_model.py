@@ -1,0 +1,121 @@
+"""The GPT: sizes, initial weights, RoPE, the Transformer, dtypes."""
+import math
+
+import pytest
+import torch
+
+from model import GPT, SIZES, GPTConfig, rope_tables, rotate
+from test_facts import F64, close, generator, normal, tiny_gpt, token_batch
+
+
+def test_sizes_are_the_published_ones():
+    with torch.device('meta'):
+        for size, n in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
+            for tying in (False, True):
+                assert round(GPT(GPTConfig(**SIZES[size], weight_tying=tying)).n_params() / 1e6, 1) == n
+        flops = GPT(GPTConfig(**SIZES['16M'])).flops_per_token() * 64 * 2048
+    assert flops == pytest.approx(1.44e13, rel=2e-3)
+
+
+@pytest.mark.parametrize('tying', [False, True])
+def test_initialisation(tying):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(**SIZES['16M'], weight_tying=tying))
+    H, V, hidden = 224, 50304, 768
+    mlp, head = math.sqrt(2 / (H + hidden)), math.sqrt(2 / (H + V))
+    expected = {'attn.qkv': math.sqrt(2 / (4 * H)), 'attn.proj': 0.02 / math.sqrt(12), 'mlp.gate': mlp,
+                'mlp.up': mlp, 'mlp.down': mlp, 'lm_head': head, 'wte': head if tying else H ** -0.5}
+    for name, p in gpt.named_parameters():
+        kind = '.'.join(name.split('.')[-3:-1])
+        if 'norm' in name:
+            assert bool((p == 1).all()), name  # gains
+        else:
+            assert p.std().item() == pytest.approx(expected[kind], rel=5 / math.sqrt(p.numel())), name
+    tokens = torch.randint(V, (2, 129), generator=generator(0))
+    with torch.no_grad():
+        loss, _ = gpt(tokens[:, :-1], tokens[:, 1:])
+    assert loss.item() == pytest.approx(math.log(V), abs=0.1)
+
+
+@pytest.mark.parametrize('size, checksum', [
+    ('tiny', -39.735), ('16M', 4907.620), ('29M', 1633.058),
+    ('57M', 14627.919), ('109M', 28414.591), ('221M', 64294.009)])
+def test_a_seed_gives_the_weights_of_the_published_runs(size, checksum):
+    """Its tolerance is well above an error in the last bit of each weight, which another CPU may make."""
+    torch.manual_seed(1)
+    parameters = GPT(GPTConfig(**SIZES[size])).parameters()
+    sums = [(i + 1) * p.double().sum().item() for i, p in enumerate(parameters) if p.dim() == 2]
+    assert sum(sums) == pytest.approx(checksum, abs=0.05)
+
+
+def test_rope_depends_on_distance_alone_and_turns_the_first_half():
+    config = GPTConfig(n_embd=64, n_head=2, block_size=32)
+    cos, sin = (t.double() for t in rope_tables(config))
+    q, k = (normal(generator(seed), 1, 1, 1, 32).expand(1, 1, 32, 32) for seed in (0, 1))
+    scores = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2)
+    for distance in range(-31, 32):
+        values = scores[0, 0].diagonal(distance)
+        close(values, values[:1].expand_as(values), rtol=0, atol=1e-5)  # the tables are fp32
+    assert torch.equal(rotate(q, cos, sin)[..., 16:], q[..., 16:]) and cos.shape == (32, 32)
+    # frequencies from the rotated half: theta_j = 10000^(-2j/16)
+    theta = 10000.0 ** (-torch.arange(8, dtype=F64) / 8)
+    close(cos[1], torch.cat((theta.cos().repeat_interleave(2), torch.ones(16))), rtol=0, atol=1e-7)
+
+
+def reference_hidden(w, tokens, n_layer, n_head):
+    """Final hidden states (T, H) of one sequence, from Appendix A and sharing no code with model.py."""
+    def norm(x, gain):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * gain
+
+    def rope(x, d):
+        x = x.clone()
+        for t in range(len(x)):
+            for j in range(0, d, 2):
+                angle = t * 10000 ** (-j / d)
+                a, b = x[t, j].item(), x[t, j + 1].item()
+                x[t, j] = a * math.cos(angle) - b * math.sin(angle)
+                x[t, j + 1] = a * math.sin(angle) + b * math.cos(angle)
+        return x
+    x = w['wte.weight'][tokens]
+    T, H = x.shape
+    D = H // n_head
+    for i in range(n_layer):
+        block = {name.removeprefix(f'blocks.{i}.').removesuffix('.weight'): p for name, p in w.items()}
+        qkv = norm(x, block['norm_1']) @ block['attn.qkv'].T
+        out = torch.zeros_like(x)
+        for head in range(n_head):
+            q, k, v = (qkv[:, part * H + head * D:part * H + (head + 1) * D] for part in range(3))
+            q, k = rope(norm(q, block['attn.norm_q']), D // 2), rope(norm(k, block['attn.norm_k']), D // 2)
+            scores = (q @ k.T / math.sqrt(D)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+            out[:, head * D:(head + 1) * D] = scores.softmax(-1) @ v
+        x = x + out @ block['attn.proj'].T
+        y = norm(x, block['norm_2'])
+        gate = y @ block['mlp.gate'].T
+        x = x + (gate / (1 + (-gate).exp()) * (y @ block['mlp.up'].T)) @ block['mlp.down'].T
+    return norm(x, w['norm_f.weight'])
+
+
+def test_the_transformer_is_the_papers_and_causal():
+    gpt = tiny_gpt(n_layer=2, n_embd=32, n_head=4)
+    with torch.no_grad():
+        for name, p in gpt.named_parameters():  # gains that are not one, an attention that is not flat
+            p.copy_(torch.rand_like(p) + 0.5 if 'norm' in name else 5 * p)
+    tokens = torch.randint(64, (2, 16))
+    found = gpt.hidden(tokens)
+    for i in range(2):
+        expected = reference_hidden(gpt.state_dict(), tokens[i], 2, 4)
+        close(found[i], expected, rtol=1e-6, atol=1e-6)  # the RoPE tables are fp32
+    tokens[:, 9:] = (tokens[:, 9:] + 1) % 64
+    assert ((gpt.hidden(tokens) - found).abs().amax(dim=(0, 2)) > 1e-12).tolist() == [False] * 9 + [True] * 7
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_products_are_in_the_dtype_and_weights_in_fp32(dtype):
+    gpt = tiny_gpt(dtype=dtype, logits_dtype=dtype)
+    seen = []
+    attn, mlp = gpt.blocks[0].attn, gpt.blocks[0].mlp
+    for module in (attn.qkv, attn.proj, mlp.gate, mlp.down):
+        module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    gpt(*token_batch(0))[0].backward()
+    assert seen == [getattr(torch, dtype)] * 4
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in gpt.parameters())
