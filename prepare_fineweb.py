@@ -21,15 +21,11 @@ import functools
 import glob
 import itertools
 import json
-import multiprocessing
 import os
-import queue
 import re
-import signal
 import sys
-import threading
 import time
-from multiprocessing import resource_tracker
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -61,7 +57,7 @@ def parser():
     add('--name', help='of FineWeb the config, such as sample-10BT (default sample-100BT); of pretokenized '
                        f'shards the dataset (default {PRETOKENIZED})')
     add('--workers', type=number(1, most=1024, whole=True), default=os.cpu_count() or 1,
-        help='tokenizing processes (default: all cores)')
+        help='tokenizing threads (default: all cores)')
     add('--retry_minutes', type=number(0), default=60,
         help='how long to repeat a download that the network or the hub refuses (default 60)')
     return p
@@ -91,14 +87,18 @@ def encode_gpt2(text):
     if len(text) > 100_000:
         runs = re.finditer(r'[^\S\x1c-\x1f]{1000,}', text)  # spaces to Python, but not to GPT-2: \x1c-\x1f
         cuts[1:1] = [run.end() - 1 for run in runs if run.end() < len(text)]
-    parts = [gpt2().encode_ordinary(text[start:end]) for start, end in itertools.pairwise(cuts)]
-    return np.array([gpt2().eot_token, *itertools.chain(*parts)], np.uint16)
+    try:
+        parts = [gpt2().encode_to_numpy(text[start:end], disallowed_special=())
+                 for start, end in itertools.pairwise(cuts)]
+    except UnicodeEncodeError:  # half a pair of surrogates is no character
+        return encode_gpt2(text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace'))
+    return np.concatenate([[gpt2().eot_token], *parts], dtype=np.uint16, casting='unsafe')
 
 
 def encode_bytes(text):
     """text -> tokens (n,) uint16: 256, then the UTF-8 bytes."""
     utf8 = np.frombuffer(text.encode('utf-8', 'surrogateescape'), np.uint8)
-    return np.concatenate(([256], utf8)).astype(np.uint16)
+    return np.concatenate([[256], utf8], dtype=np.uint16, casting='unsafe')
 
 
 def learn_bpe(texts, vocab_size, path):
@@ -121,8 +121,7 @@ def learn_bpe(texts, vocab_size, path):
     write_json(path, json.loads(tokenizer.to_str()))
 
 
-@functools.lru_cache(maxsize=1)
-def bpe(path):
+def load_bpe(path):
     """The tokenizer that learn_bpe wrote; raises UserError where it is gone or damaged."""
     from tokenizers import Tokenizer
     try:
@@ -133,9 +132,10 @@ def bpe(path):
     return tokenizer
 
 
-def encode_bpe(path, text):
+def encode_bpe(tokenizer, text):
     """text -> tokens (n,) uint16: 0, then the byte pairs."""
-    return np.array([0] + bpe(path).encode(text.encode('utf-8', 'replace').decode()).ids, np.uint16)
+    [encoded] = tokenizer.encode_batch_fast([text.encode('utf-8', 'replace').decode()])  # without the GIL
+    return np.array([0, *encoded.ids], np.uint16)
 
 
 def in_batches(texts):
@@ -152,94 +152,32 @@ def in_batches(texts):
 
 
 def encode_batch(encode, texts):
-    """texts -> their tokens one after the other (n,) uint16, and how many each text has (len(texts),) int."""
+    """The tokens of each text. Raises UserError that quotes the one that the tokenizer cannot take."""
     encoded = []
     for text in texts:
         try:
             encoded.append(encode(text))
-        except (UserError, KeyboardInterrupt):
-            raise
         except BaseException as error:  # a panic in a tokenizer's Rust code is no Exception
             raise UserError(f'the text that starts with {text[:60]!r}, {len(text):,} characters, cannot be '
                             f'tokenized: {sources.first_line(error)}') from error
-    return np.concatenate(encoded), np.array([len(tokens) for tokens in encoded])
-
-
-def worker(connection, encode):
-    """A process that encodes the batches which come through `connection` until that or the program ends."""
-    batches, results = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def receive():  # threads of their own, so that batches and results can wait here
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                batches.put(connection.recv())
-        os._exit(0)
-
-    def send():
-        with contextlib.suppress(OSError):  # the program has gone
-            while True:
-                connection.send(results.get())
-
-    for target in (receive, send):
-        threading.Thread(target=target, daemon=True).start()
-    while True:
-        try:
-            results.put(encode_batch(encode, batches.get()))
-        except UserError as error:
-            results.put(error)
-
-
-def start_workers(n, encode):
-    """Starts n workers -> (their processes, our ends of their connections), which they do not share."""
-    # spawned, not forked: tokenizer threads do not survive a fork, and a fork would inherit the folder lock
-    context, processes, connections = multiprocessing.get_context('spawn'), [], []
-    resource_tracker.ensure_running()  # its first start, within that of a process, would unblock SIGINT
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the workers inherit that: Ctrl-C is for us
-    try:
-        for _ in range(n):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=worker, args=(theirs, encode), daemon=True))
-            processes[-1].start()
-            theirs.close()  # or we would not notice when a worker is lost
-            connections.append(ours)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    return processes, connections
+    return encoded
 
 
 def encode_all(texts, encode, workers):
-    """Yields encode_batch of all texts, in order, from processes that work while further texts are read."""
-    if workers == 1:
-        yield from map(functools.partial(encode_batch, encode), in_batches(texts))
-        return
-
-    def exchange(call, *args):
-        try:
-            return call(*args)
-        except (EOFError, OSError) as error:
-            raise UserError('a tokenizing process was lost, killed or out of memory; the same command '
-                            f'resumes, if need be with fewer --workers than {workers}', status=1) from error
-
-    def receive():
-        result = exchange(pending.popleft().recv)
-        if isinstance(result, UserError):
-            raise result
-        return result
-
-    processes, connections = start_workers(workers, encode)
-    pending = collections.deque()  # the connections through which the next results come
+    """
+    Yields the tokens of all texts, in order. Threads make them while further texts are read: tokenizers let
+    go of Python's lock, a thread cannot be lost as a process can, and all of them end with the program.
+    """
+    pool, pending = ThreadPoolExecutor(workers), collections.deque()
     try:
-        for connection, batch in zip(itertools.cycle(connections), in_batches(texts), strict=False):
-            exchange(connection.send, batch)
-            pending.append(connection)
-            while pending and (len(pending) > 16 + 2 * workers or pending[0].poll()):
-                yield receive()
+        for batch in in_batches(texts):
+            pending.append(pool.submit(encode_batch, encode, batch))
+            while pending and (len(pending) > 16 + 2 * workers or pending[0].done()):
+                yield from pending.popleft().result()
         while pending:
-            yield receive()
+            yield from pending.popleft().result()
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        pool.shutdown(cancel_futures=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,36 +236,35 @@ def progress(done, total):
     return report
 
 
-def published_shards(repository, commit, minutes):
-    """The val shard and the train shards of a dataset, these spread, as path -> bytes. UserError without."""
-    files = sources.list_files(repository, commit, '', minutes)
-    val, train = (fnmatch.filter(sorted(files), f'*_{split}_*.bin') for split in ('val', 'train'))
+def published_shards(repository, commit):
+    """The val shard and the train shards of a dataset, these spread. Raises UserError where it has none."""
+    files = sources.list_files(repository, commit)
+    val, train = (fnmatch.filter(files, f'*_{split}_*.bin') for split in ('val', 'train'))
     if not val or not train:
         raise UserError(f'--name={repository}: this dataset has no shards such as fineweb_train_000001.bin')
-    return {path: files[path] for path in val[:1] + sources.spread(train)}
+    return val[:1] + sources.spread(train)
 
 
 def fetch_pretokenized(files, args, meta, meta_path, report):
     """Downloads published_shards one by one until there are --tokens. Finished ones are kept."""
-    for path in list(files)[meta['shards']:]:
+    for path in files[meta['shards']:]:
         if meta['tokens'] >= args.tokens:
             return
         shard = os.path.join(args.out, os.path.basename(path))
-        fetch = functools.partial(sources.read_range, meta['name'], meta['revision'], path,
-                                  minutes=args.retry_minutes)
-        sources.download(fetch, files[path], shard, report)
+        sources.download(meta['name'], meta['revision'], path, shard)
         tokens = len(read_shard(shard))
+        report(tokens)
         meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
         meta.update(shards=meta['shards'] + 1, taken={**meta['taken'], path: tokens})
         write_json(meta_path, meta)
     meta['exhausted'] = meta['tokens'] < args.tokens
 
 
-def fill_shards(encoded, args, meta, meta_path, taken, report):
+def fill_shards(documents, args, meta, meta_path, taken, report):
     """
-    Cuts the encoded documents, which start at number meta['documents'], into the val shard and train shards
-    up to --tokens. After each shard meta.json says where the next one starts; killed in between, the same
-    shard is made again. Raises UserError where the text is too short for a val shard and training.
+    Cuts the tokens of documents, the first of which is number meta['documents'], into the val shard and train
+    shards up to --tokens. After each shard meta.json says where the next one starts; killed in between, the
+    same shard is made again. Raises UserError where the text is too short for a val shard and training.
     """
     shard, held = None, 0  # the shard in the making and how many of its tokens are there
     document, within = meta['documents'], meta['within_document']  # the next one, and its tokens in a shard
@@ -336,30 +273,27 @@ def fill_shards(encoded, args, meta, meta_path, taken, report):
         split, i = ('train', meta['shards'] - 1) if meta['shards'] else ('val', 0)
         write_shard(os.path.join(args.out, f'{args.source}_{split}_{i:06d}.bin'), shard[:held])
         meta['tokens' if meta['shards'] else 'val_tokens'] += held
-        meta.update(shards=meta['shards'] + 1, documents=int(document), within_document=int(within))
+        meta.update(shards=meta['shards'] + 1, documents=document, within_document=within)
         if 'taken' in meta:
             meta['taken'] = {path: first for path, first in taken.items() if first < document + (within > 0)}
         write_json(meta_path, meta)
 
-    for tokens, lengths in encoded:
-        ends = np.cumsum(lengths)
-        position, within = within, 0
-        while position < len(tokens):
-            if shard is None:
+    for tokens in documents:
+        while within < len(tokens):
+            if not held:
                 left = args.tokens - meta['tokens']
                 wanted = min(args.shard_tokens, left) if meta['shards'] else args.val_tokens
                 if wanted <= 0:
                     return
-                shard, held = np.empty(wanted, np.uint16), 0
-            part = tokens[position:position + len(shard) - held]
+                shard = np.empty(wanted, np.uint16)
+            part = tokens[within:within + len(shard) - held]
             shard[held:held + len(part)] = part
-            held, position = held + len(part), position + len(part)
+            held, within = held + len(part), within + len(part)
             report(len(part))
             if held == len(shard):
-                whole = np.searchsorted(ends, position, side='right')  # texts of the batch that have ended
-                finish_shard(document + whole, position - (ends[whole - 1] if whole else 0))
-                shard, held = None, 0
-        document += len(lengths)
+                finish_shard(*((document, within) if within < len(tokens) else (document + 1, 0)))
+                held = 0
+        document, within = document + 1, 0
 
     # the text ended before --tokens
     if not meta['shards']:
@@ -409,11 +343,11 @@ def main(argv=None):
         repository = sources.FINEWEB if args.source == 'fineweb' else meta['name']
         print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
               '--tokenizer=bytes', flush=True)
+        sources.retry_requests(args.retry_minutes)
         with sources.naming(repository):
-            revision = meta['revision'] or 'main'
-            meta['revision'] = sources.find_commit(repository, revision, args.retry_minutes)
+            meta['revision'] = sources.find_commit(repository, meta['revision'] or 'main')
             if args.source == 'pretokenized':
-                files = published_shards(repository, meta['revision'], args.retry_minutes)
+                files = published_shards(repository, meta['revision'])
     if args.source != 'pretokenized':
         texts = sources.read_texts(args, meta, taken)
         texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
@@ -429,17 +363,16 @@ def main(argv=None):
         write_json(meta_path, meta)
         report = progress(meta['tokens'] + meta['val_tokens'], args.tokens + args.val_tokens)
         if args.source == 'pretokenized':
-            with sources.naming(repository):
-                fetch_pretokenized(files, args, meta, meta_path, report)
+            fetch_pretokenized(files, args, meta, meta_path, report)
         else:
             if args.tokenizer == 'bpe':
                 tokenizer_path = os.path.join(args.out, 'tokenizer.json')
                 if meta['shards'] == 0:
                     print('learning byte pairs', flush=True)
                     learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
-                encode = functools.partial(encode_bpe, tokenizer_path)
-            with contextlib.closing(encode_all(texts, encode, args.workers)) as encoded:
-                fill_shards(encoded, args, meta, meta_path, taken, report)
+                encode = functools.partial(encode_bpe, load_bpe(tokenizer_path))
+            with contextlib.closing(encode_all(texts, encode, args.workers)) as documents:
+                fill_shards(documents, args, meta, meta_path, taken, report)
         write_json(meta_path, {**meta, 'complete': True})
     if meta.get('exhausted'):
         print(f'the text has ended before --tokens={args.tokens:,}')
