@@ -16,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import datetime
-import fnmatch
 import functools
 import glob
 import itertools
@@ -30,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import sources
-from common import UserError, lock_folder, make_folder, number, parse_args, read_json, run, write_json
+from common import UserError, check, lock_folder, make_folder, number, parse_args, read_json, run, write_json
 from data import read_shard, write_shard
 
 PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in our shard format, 100M in each shard
@@ -67,8 +66,7 @@ def parser():
 # tokens: every document starts with the end-of-text token
 
 
-@functools.lru_cache(maxsize=1)
-def gpt2():
+def load_gpt2():
     """tiktoken's GPT-2 encoding; raises UserError where its ranks cannot be loaded."""
     import tiktoken
     try:
@@ -78,7 +76,7 @@ def gpt2():
                         'they are downloaded once; offline use --tokenizer=bytes', status=1) from error
 
 
-def encode_gpt2(text):
+def encode_gpt2(tokenizer, text):
     """
     text -> tokens (n,) uint16, the first is 50256. tiktoken's stack does not hold a million spaces before a
     word, so a long run of spaces is cut before its last one, where GPT-2's pattern divides it in any case.
@@ -88,11 +86,11 @@ def encode_gpt2(text):
         runs = re.finditer(r'[^\S\x1c-\x1f]{1000,}', text)  # spaces to Python, but not to GPT-2: \x1c-\x1f
         cuts[1:1] = [run.end() - 1 for run in runs if run.end() < len(text)]
     try:
-        parts = [gpt2().encode_to_numpy(text[start:end], disallowed_special=())
+        parts = [tokenizer.encode_to_numpy(text[start:end], disallowed_special=())
                  for start, end in itertools.pairwise(cuts)]
     except UnicodeEncodeError:  # half a pair of surrogates is no character
-        return encode_gpt2(text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace'))
-    return np.concatenate([[gpt2().eot_token], *parts], dtype=np.uint16, casting='unsafe')
+        return encode_gpt2(tokenizer, text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace'))
+    return np.concatenate([[tokenizer.eot_token], *parts], dtype=np.uint16, casting='unsafe')
 
 
 def encode_bytes(text):
@@ -154,19 +152,19 @@ def in_batches(texts):
 def encode_batch(encode, texts):
     """The tokens of each text. Raises UserError that quotes the one that the tokenizer cannot take."""
     encoded = []
-    for text in texts:
-        try:
+    try:
+        for text in texts:
             encoded.append(encode(text))
-        except BaseException as error:  # a panic in a tokenizer's Rust code is no Exception
-            raise UserError(f'the text that starts with {text[:60]!r}, {len(text):,} characters, cannot be '
-                            f'tokenized: {sources.first_line(error)}') from error
-    return encoded
+        return encoded
+    except BaseException as error:  # a panic in a tokenizer's Rust code is no Exception
+        raise UserError(f'the text that starts with {text[:60]!r}, {len(text):,} characters, cannot be '
+                        f'tokenized: {sources.first_line(error)}') from error
 
 
 def encode_all(texts, encode, workers):
     """
-    Yields the tokens of all texts, in order. Threads make them while further texts are read: tokenizers let
-    go of Python's lock, a thread cannot be lost as a process can, and all of them end with the program.
+    Yields the tokens of all texts, in order. Threads make them while further texts are read: the tokenizers
+    let go of Python's lock, and unlike processes threads cannot be lost, nor do they outlive the program.
     """
     pool, pending = ThreadPoolExecutor(workers), collections.deque()
     try:
@@ -184,40 +182,45 @@ def encode_all(texts, encode, workers):
 # shards
 
 
-def stored_meta(folder, settings, fresh):
+def shard_path(args, i):
+    """The path of shard i that is made from text: the first is for validation, the others for training."""
+    split, i = ('train', i - 1) if i else ('val', 0)
+    return os.path.join(args.out, f'{args.source}_{split}_{i:06d}.bin')
+
+
+def stored_meta(args, settings, fresh):
     """
-    The meta.json in `folder`, or `fresh` where no shard is finished. Raises UserError where it was made with
-    other settings, is damaged, or counts shards that are not there.
+    The meta.json of --out, or `fresh` where no shard is finished. Raises UserError where it was made with
+    other settings, is damaged, or does not fit the shards.
     """
-    path = os.path.join(folder, 'meta.json')
-    shards = {split: sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin')))
-              for split in ('val', 'train')}
+    path = os.path.join(args.out, 'meta.json')
     if not os.path.exists(path):
-        if any(shards.values()):
-            raise UserError(f'--out={folder} has shards but no meta.json; choose another folder')
+        check(not glob.glob(os.path.join(glob.escape(args.out), '*.bin')),
+              f'--out={args.out} has shards but no meta.json; choose another folder')
         return fresh
     meta = read_json(path)
     if meta.get('shards') == 0:
         return fresh
-    meta['name'] = meta.get('name') or NAMES.get(settings['source'])
     for key, value in fresh.items():
         found = meta.get(key)
-        if key in settings and found != value:
-            raise UserError(f'{path} was made with {key}={found!r}, not {value!r}; choose another --out')
-        if key in ('revision', 'taken') and key not in meta:  # made by an older version
-            continue
-        numbers = found.values() if isinstance(found, dict) else [found] if isinstance(found, int) else []
-        if type(found) is not type(value) or any(type(n) not in (int, bool) or n < 0 for n in numbers):
-            raise UserError(f'{path}: {key} should not be {found!r}; it is damaged, choose another --out')
-    if settings['source'] == 'pretokenized' and 'taken' in meta:
-        shards = {split: [os.path.join(folder, os.path.basename(file)) for file in meta['taken']
-                          if f'_{split}_' in file] for split in shards}
-    for split, n, tokens in (('val', 1, meta['val_tokens']), ('train', meta['shards'] - 1, meta['tokens'])):
-        found = sum(len(read_shard(shard)) for shard in shards[split][:n])
-        if found != tokens:
-            raise UserError(f'{path} counts {n} {split} shards with {tokens:,} tokens, the folder has '
-                            f'{found:,} in {len(shards[split])}; choose another --out')
+        check(found == value or key not in settings,
+              f'{path} was made with {key}={found!r}, not {value!r}; choose another --out')
+        check(type(found) is type(value) and (type(found) is not int or found >= 0),
+              f'{path}: {key} should not be {found!r}; damaged, or by an older version: choose another --out')
+    shards = [shard_path(args, i) for i in range(meta['shards'])]
+    if args.source == 'pretokenized':
+        shards = [os.path.join(args.out, os.path.basename(name)) for name in meta['taken']]
+    found, counted = sum(len(read_shard(shard)) for shard in shards), meta['val_tokens'] + meta['tokens']
+    check(found == counted, f'{path} counts {counted:,} tokens in {meta["shards"]} shards, which have '
+          f'{found:,}; choose another --out')
     return meta
+
+
+def shard_finished(args, meta, tokens, **now):
+    """Notes in meta.json that a shard of so many tokens is written, and where in the text the next begins."""
+    meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
+    meta.update(shards=meta['shards'] + 1, **now)
+    write_json(os.path.join(args.out, 'meta.json'), meta)
 
 
 def progress(done, total):
@@ -236,17 +239,8 @@ def progress(done, total):
     return report
 
 
-def published_shards(repository, commit):
-    """The val shard and the train shards of a dataset, these spread. Raises UserError where it has none."""
-    files = sources.list_files(repository, commit)
-    val, train = (fnmatch.filter(files, f'*_{split}_*.bin') for split in ('val', 'train'))
-    if not val or not train:
-        raise UserError(f'--name={repository}: this dataset has no shards such as fineweb_train_000001.bin')
-    return val[:1] + sources.spread(train)
-
-
-def fetch_pretokenized(files, args, meta, meta_path, report):
-    """Downloads published_shards one by one until there are --tokens. Finished ones are kept."""
+def fetch_shards(files, args, meta, report):
+    """Downloads published shards one by one until there are --tokens. Finished ones are kept."""
     for path in files[meta['shards']:]:
         if meta['tokens'] >= args.tokens:
             return
@@ -254,13 +248,11 @@ def fetch_pretokenized(files, args, meta, meta_path, report):
         sources.download(meta['name'], meta['revision'], path, shard)
         tokens = len(read_shard(shard))
         report(tokens)
-        meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
-        meta.update(shards=meta['shards'] + 1, taken={**meta['taken'], path: tokens})
-        write_json(meta_path, meta)
+        shard_finished(args, meta, tokens, taken={**meta['taken'], path: tokens})
     meta['exhausted'] = meta['tokens'] < args.tokens
 
 
-def fill_shards(documents, args, meta, meta_path, taken, report):
+def fill_shards(documents, args, meta, taken, report):
     """
     Cuts the tokens of documents, the first of which is number meta['documents'], into the val shard and train
     shards up to --tokens. After each shard meta.json says where the next one starts; killed in between, the
@@ -270,13 +262,11 @@ def fill_shards(documents, args, meta, meta_path, taken, report):
     document, within = meta['documents'], meta['within_document']  # the next one, and its tokens in a shard
 
     def finish_shard(document, within):
-        split, i = ('train', meta['shards'] - 1) if meta['shards'] else ('val', 0)
-        write_shard(os.path.join(args.out, f'{args.source}_{split}_{i:06d}.bin'), shard[:held])
-        meta['tokens' if meta['shards'] else 'val_tokens'] += held
-        meta.update(shards=meta['shards'] + 1, documents=document, within_document=within)
-        if 'taken' in meta:
-            meta['taken'] = {path: first for path, first in taken.items() if first < document + (within > 0)}
-        write_json(meta_path, meta)
+        write_shard(shard_path(args, meta['shards']), shard[:held])
+        now = {'documents': document, 'within_document': within}
+        if 'taken' in meta:  # but for the files in which only later shards begin
+            now['taken'] = {path: first for path, first in taken.items() if first < document + (within > 0)}
+        shard_finished(args, meta, held, **now)
 
     for tokens in documents:
         while within < len(tokens):
@@ -296,29 +286,26 @@ def fill_shards(documents, args, meta, meta_path, taken, report):
         document, within = document + 1, 0
 
     # the text ended before --tokens
-    if not meta['shards']:
-        raise UserError(f'the text has only {held:,} tokens, too few for --val_tokens={args.val_tokens}')
+    check(meta['shards'], f'the text has only {held:,} tokens, too few for --val_tokens={args.val_tokens}')
     if held:
         finish_shard(document, 0)
-    if not meta['tokens']:
-        raise UserError(f'the val shard has all {meta["val_tokens"]:,} tokens, none are left to train on; '
-                        'lower --val_tokens')
+    check(meta['tokens'], f'the val shard has all {meta["val_tokens"]:,} tokens, none are left to train on; '
+          'lower --val_tokens')
     meta['exhausted'] = True
 
 
 def main(argv=None):
     args = parse_args(parser(), argv)
-    if (args.files is not None) != (args.source == 'local'):
-        raise UserError('--source=local needs --files="GLOB", and --files needs --source=local')
-    if args.name is not None and args.source not in ('fineweb', 'pretokenized'):
-        raise UserError(f'--name={args.name} needs --source=fineweb or pretokenized')
-    if args.vocab_size is not None and args.tokenizer != 'bpe':
-        raise UserError(f'--vocab_size={args.vocab_size} needs --tokenizer=bpe')
-    if args.source == 'pretokenized' and args.tokenizer != 'gpt2':
-        raise UserError('--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
+    hub = args.source in NAMES
+    check((args.files is not None) == (args.source == 'local'),
+          '--source=local needs --files="GLOB", and --files needs --source=local')
+    check(args.name is None or hub, f'--name={args.name} needs --source=fineweb or pretokenized')
+    check(args.vocab_size is None or args.tokenizer == 'bpe',
+          f'--vocab_size={args.vocab_size} needs --tokenizer=bpe')
+    check(args.source != 'pretokenized' or args.tokenizer == 'gpt2',
+          '--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
 
     # what the shards depend on; the same command finds it in meta.json and resumes
-    hub = args.source in NAMES
     vocab_size = {'gpt2': 50257, 'bytes': 257, 'bpe': args.vocab_size or 1024}[args.tokenizer]
     settings = {'source': args.source, 'name': args.name or NAMES.get(args.source), 'files': args.files,
                 'tokenizer': args.tokenizer, 'vocab_size': vocab_size,
@@ -327,52 +314,48 @@ def main(argv=None):
              'complete': False}
     if hub:  # the commit, and of its files those that were taken, with their first document or their tokens
         fresh.update(revision='', taken={})
-    meta_path = os.path.join(args.out, 'meta.json')
-    found = stored_meta(args.out, settings, fresh)
+    found = stored_meta(args, settings, fresh)
     if (found['complete'] and found['tokens'] >= args.tokens) or found.get('exhausted'):
         print(f'{args.out} is done: {found["tokens"]:,} training tokens in {found["shards"]} shards'
               + (', all that the text has' if found.get('exhausted') else ''))
         return
-    if hub and 'revision' not in found:
-        raise UserError(f'{meta_path} was made by an older version, which took the files from the first on '
-                        'instead of spreading them; choose another --out')
 
     # what cannot be read or downloaded is found before a folder is made
     meta, taken = dict(found), {}
     if hub:
-        repository = sources.FINEWEB if args.source == 'fineweb' else meta['name']
+        repository = sources.FINEWEB if args.source == 'fineweb' else args.name or PRETOKENIZED
         print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
               '--tokenizer=bytes', flush=True)
         sources.retry_requests(args.retry_minutes)
         with sources.naming(repository):
             meta['revision'] = sources.find_commit(repository, meta['revision'] or 'main')
             if args.source == 'pretokenized':
-                files = published_shards(repository, meta['revision'])
+                files = sources.published_shards(repository, meta['revision'])
     if args.source != 'pretokenized':
         texts = sources.read_texts(args, meta, taken)
         texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
-        encode = {'gpt2': encode_gpt2, 'bytes': encode_bytes}.get(args.tokenizer)
+        encode = encode_bytes
         if args.tokenizer == 'gpt2':
-            gpt2()
+            encode = functools.partial(encode_gpt2, load_gpt2())
 
     make_folder(args.out)
+    meta_path, tokenizer_path = (os.path.join(args.out, name) for name in ('meta.json', 'tokenizer.json'))
     with lock_folder(args.out):
-        if stored_meta(args.out, settings, fresh) != found:
-            raise UserError(f'{args.out}: another process has just worked there; start again', status=3)
+        check(stored_meta(args, settings, fresh) == found,
+              f'{args.out}: another process has just worked there; start again', status=3)
         meta.update(complete=False, requested_tokens=max(args.tokens, meta['tokens']))
         write_json(meta_path, meta)
         report = progress(meta['tokens'] + meta['val_tokens'], args.tokens + args.val_tokens)
         if args.source == 'pretokenized':
-            fetch_pretokenized(files, args, meta, meta_path, report)
+            fetch_shards(files, args, meta, report)
         else:
             if args.tokenizer == 'bpe':
-                tokenizer_path = os.path.join(args.out, 'tokenizer.json')
                 if meta['shards'] == 0:
                     print('learning byte pairs', flush=True)
                     learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
                 encode = functools.partial(encode_bpe, load_bpe(tokenizer_path))
             with contextlib.closing(encode_all(texts, encode, args.workers)) as documents:
-                fill_shards(documents, args, meta, meta_path, taken, report)
+                fill_shards(documents, args, meta, taken, report)
         write_json(meta_path, {**meta, 'complete': True})
     if meta.get('exhausted'):
         print(f'the text has ended before --tokens={args.tokens:,}')

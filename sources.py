@@ -8,6 +8,7 @@ Ctrl-C wait for as long as the network does.
 """
 import contextlib
 import difflib
+import fnmatch
 import glob
 import hashlib
 import itertools
@@ -36,12 +37,11 @@ def naming(what):
     except UserError:
         raise
     except Exception as error:
-        status = getattr(getattr(error, 'response', None), 'status_code', None)  # where the hub has answered
         name = what() if callable(what) else what
-        if status in (None, 401, 404):
-            reason = f'not on the hub, or not open to you (HTTP {status})' if status else first_line(error)
-            raise UserError(f'{name}: {reason}') from error
-        raise UserError(f'{name}: {first_line(error)}; later the same command resumes', status=1) from error
+        status = getattr(getattr(error, 'response', None), 'status_code', None)  # where the hub has answered
+        check(status not in (401, 404), f'{name}: not on the hub, or not open to you (HTTP {status})')
+        check(status is None, f'{name}: {first_line(error)}; later the same command resumes', status=1)
+        raise UserError(f'{name}: {first_line(error)}') from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -95,12 +95,6 @@ def find_commit(repository, revision):
     return HfApi().dataset_info(repository, revision=revision).sha
 
 
-def list_files(repository, commit):
-    """All files of a dataset, sorted."""
-    from huggingface_hub import HfApi
-    return sorted(HfApi().list_repo_files(repository, repo_type='dataset', revision=commit))
-
-
 def open_file(repository, commit, path):
     """A file of a dataset, open to read and seek in."""
     from huggingface_hub import HfFileSystem
@@ -112,7 +106,7 @@ def config_files(repository, commit, config):
     from datasets.data_files import resolve_pattern, sanitize_patterns
     from huggingface_hub import DatasetCard
     with open_file(repository, commit, 'README.md') as file:
-        configs = DatasetCard(file.read().decode()).data.configs or []
+        configs = DatasetCard(file.read(file.size).decode()).data.configs or []
     patterns = {entry['config_name']: entry['data_files'] for entry in configs}
     close = difflib.get_close_matches(config, patterns, 3) or sorted(patterns)[-3:]
     check(config in patterns, f'--name={config}: {repository} has no such config; it has {", ".join(close)} '
@@ -120,6 +114,15 @@ def config_files(repository, commit, config):
     root = f'hf://datasets/{repository}@{commit}/'
     return sorted({file.removeprefix(root) for pattern in sanitize_patterns(patterns[config])['train']
                    for file in resolve_pattern(pattern, root)})
+
+
+def published_shards(repository, commit):
+    """The val shard and the train shards of a dataset, these spread. UserError where it has none."""
+    from huggingface_hub import HfApi
+    files = sorted(HfApi().list_repo_files(repository, repo_type='dataset', revision=commit))
+    val, train = (fnmatch.filter(files, f'*_{split}_*.bin') for split in ('val', 'train'))
+    check(val and train, f'--name={repository}: this dataset has no shards such as fineweb_train_000001.bin')
+    return val[:1] + spread(train)
 
 
 def download(repository, commit, path, target):
