@@ -107,11 +107,9 @@ def learn_bpe(texts, vocab_size, path):
     from tokenizers import ByteLevelBPETokenizer
 
     def first(characters):
-        for text in texts:
+        while characters > 0 and (text := next(texts, None)) is not None:
             yield text
             characters -= len(text)
-            if characters <= 0:
-                return
 
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(first(64_000_000), vocab_size, min_frequency=0, show_progress=False,
@@ -122,10 +120,8 @@ def learn_bpe(texts, vocab_size, path):
 def load_bpe(path):
     """The tokenizer that learn_bpe wrote; raises UserError where it is gone or damaged."""
     from tokenizers import Tokenizer
-    try:
+    with sources.naming(f'{path}: not a tokenizer, choose another --out'):
         tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f'{path}: not a tokenizer ({str(error)[:100]}); choose another --out') from error
     tokenizer.encode_special_tokens = True  # an end-of-text that a text spells out is text
     return tokenizer
 
@@ -216,10 +212,10 @@ def stored_meta(args, settings, fresh):
     return meta
 
 
-def shard_finished(args, meta, tokens, **now):
-    """Notes in meta.json that a shard of so many tokens is written, and where in the text the next begins."""
+def note_shard(args, meta, tokens, **position):
+    """Counts a shard that is written, with its tokens, in meta.json, and notes where the next one begins."""
     meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
-    meta.update(shards=meta['shards'] + 1, **now)
+    meta.update(shards=meta['shards'] + 1, **position)
     write_json(os.path.join(args.out, 'meta.json'), meta)
 
 
@@ -248,7 +244,7 @@ def fetch_shards(files, args, meta, report):
         sources.download(meta['name'], meta['revision'], path, shard)
         tokens = len(read_shard(shard))
         report(tokens)
-        shard_finished(args, meta, tokens, taken={**meta['taken'], path: tokens})
+        note_shard(args, meta, tokens, taken={**meta['taken'], path: tokens})
     meta['exhausted'] = meta['tokens'] < args.tokens
 
 
@@ -263,10 +259,10 @@ def fill_shards(documents, args, meta, taken, report):
 
     def finish_shard(document, within):
         write_shard(shard_path(args, meta['shards']), shard[:held])
-        now = {'documents': document, 'within_document': within}
-        if 'taken' in meta:  # but for the files in which only later shards begin
-            now['taken'] = {path: first for path, first in taken.items() if first < document + (within > 0)}
-        shard_finished(args, meta, held, **now)
+        position = {'documents': document, 'within_document': within}
+        if 'taken' in meta:  # not the files of which only later shards take something
+            position['taken'] = {path: i for path, i in taken.items() if i < document + (within > 0)}
+        note_shard(args, meta, held, **position)
 
     for tokens in documents:
         while within < len(tokens):
@@ -281,7 +277,8 @@ def fill_shards(documents, args, meta, taken, report):
             held, within = held + len(part), within + len(part)
             report(len(part))
             if held == len(shard):
-                finish_shard(*((document, within) if within < len(tokens) else (document + 1, 0)))
+                ended = within == len(tokens)  # the next shard begins with the next document
+                finish_shard(document + ended, 0 if ended else within)
                 held = 0
         document, within = document + 1, 0
 
@@ -323,7 +320,7 @@ def main(argv=None):
     # what cannot be read or downloaded is found before a folder is made
     meta, taken = dict(found), {}
     if hub:
-        repository = sources.FINEWEB if args.source == 'fineweb' else args.name or PRETOKENIZED
+        repository = sources.FINEWEB if args.source == 'fineweb' else settings['name']
         print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
               '--tokenizer=bytes', flush=True)
         sources.retry_requests(args.retry_minutes)
@@ -334,9 +331,7 @@ def main(argv=None):
     if args.source != 'pretokenized':
         texts = sources.read_texts(args, meta, taken)
         texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
-        encode = encode_bytes
-        if args.tokenizer == 'gpt2':
-            encode = functools.partial(encode_gpt2, load_gpt2())
+        encode = functools.partial(encode_gpt2, load_gpt2()) if args.tokenizer == 'gpt2' else encode_bytes
 
     make_folder(args.out)
     meta_path, tokenizer_path = (os.path.join(args.out, name) for name in ('meta.json', 'tokenizer.json'))
@@ -349,10 +344,10 @@ def main(argv=None):
         if args.source == 'pretokenized':
             fetch_shards(files, args, meta, report)
         else:
+            if args.tokenizer == 'bpe' and not meta['shards']:
+                print('learning byte pairs', flush=True)
+                learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
             if args.tokenizer == 'bpe':
-                if meta['shards'] == 0:
-                    print('learning byte pairs', flush=True)
-                    learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
                 encode = functools.partial(encode_bpe, load_bpe(tokenizer_path))
             with contextlib.closing(encode_all(texts, encode, args.workers)) as documents:
                 fill_shards(documents, args, meta, taken, report)

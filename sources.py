@@ -2,9 +2,8 @@
 Where prepare_fineweb.py gets its texts: FineWeb, local files, or Python's standard library. Files of the
 Hugging Face hub are read as they were at one commit.
 
-`datasets` says of which files a config consists, the hub's own client opens them, and pyarrow reads their
-rows here without threads: those with which `datasets` streams rows abort Python at its exit, and make
-Ctrl-C wait for as long as the network does.
+`datasets` says of which files a config consists, and the hub's own client opens them. Their rows are read
+here, by pyarrow without threads: those with which `datasets` streams them abort Python at its exit.
 """
 import contextlib
 import difflib
@@ -31,13 +30,13 @@ def first_line(error):
 
 @contextlib.contextmanager
 def naming(what):
-    """Raises whatever the libraries that read and download raise as a UserError that names what()."""
+    """Raises whatever the libraries that read and download raise as a UserError that names `what`."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        name = what() if callable(what) else what
+        name = what() if callable(what) else what  # a name that changes on the way
         status = getattr(getattr(error, 'response', None), 'status_code', None)  # where the hub has answered
         check(status not in (401, 404), f'{name}: not on the hub, or not open to you (HTTP {status})')
         check(status is None, f'{name}: {first_line(error)}; later the same command resumes', status=1)
@@ -50,9 +49,9 @@ def naming(what):
 
 def retry_requests(minutes):
     """
-    From now on the hub's client repeats each request for a dataset, with a line that says so, after a lost
-    connection, a timeout, the statuses 408, 429 and 5xx, and an answer that is not the part of a file that
-    was asked for, until `minutes` have passed since the first try. Then it raises UserError.
+    From now on the hub's client repeats a request for a dataset, with a line that says so, after any lost
+    connection, timeout, status 408, 429 or 5xx, or other part of a file than was asked for. Once `minutes`
+    have passed since the first try it raises UserError.
     """
     from huggingface_hub import constants, errors, get_session
     client, hub = get_session(), constants.ENDPOINT
@@ -109,8 +108,7 @@ def config_files(repository, commit, config):
         configs = DatasetCard(file.read(file.size).decode()).data.configs or []
     patterns = {entry['config_name']: entry['data_files'] for entry in configs}
     close = difflib.get_close_matches(config, patterns, 3) or sorted(patterns)[-3:]
-    check(config in patterns, f'--name={config}: {repository} has no such config; it has {", ".join(close)} '
-          f'and others, {len(patterns)} in all')
+    check(config in patterns, f'--name={config}: {repository} has no such config; try {", ".join(close)}')
     root = f'hf://datasets/{repository}@{commit}/'
     return sorted({file.removeprefix(root) for pattern in sanitize_patterns(patterns[config])['train']
                    for file in resolve_pattern(pattern, root)})
@@ -139,8 +137,7 @@ def spread(items):
     All items in an order in which those that are taken lie evenly spread, however many are taken: by the part
     after the point of multiples of the golden ratio. The first item stays the first.
     """
-    golden = (5**0.5 - 1) / 2
-    return [items[i] for i in sorted(range(len(items)), key=lambda i: i * golden % 1)]
+    return [items[i] for i in sorted(range(len(items)), key=lambda i: i * (5**0.5 - 1) / 2 % 1)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,9 +205,8 @@ def local_texts(pattern):
     """The texts of the files that match a glob, sorted by their names."""
     paths = sorted(glob.glob(pattern))
     endings = ' '.join(sorted({os.path.splitext(path)[1] for path in paths}))
-    check(paths, f'--files={pattern}: no such files; give a quoted glob such as --files="texts/*.txt"')
-    check(endings in ('.txt', '.jsonl', '.parquet'), f'--files={pattern}: should match one kind of .txt, '
-          f'.jsonl, .parquet, matches {endings}')
+    check(endings in ('.txt', '.jsonl', '.parquet'), f'--files={pattern}: should match files of one kind, '
+          f'.txt, .jsonl or .parquet, matches {endings or "none; quote the glob"}')
     for path in paths:
         yield from check_rows(file_rows(path), path)
 
