@@ -16,25 +16,20 @@ import argparse
 import collections
 import contextlib
 import datetime
-import fnmatch
 import functools
 import glob
 import itertools
 import json
-import multiprocessing
 import os
-import queue
 import re
-import signal
 import sys
-import threading
 import time
-from multiprocessing import resource_tracker
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 import sources
-from common import UserError, lock_folder, make_folder, number, parse_args, read_json, run, write_json
+from common import UserError, check, lock_folder, make_folder, number, parse_args, read_json, run, write_json
 from data import read_shard, write_shard
 
 PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in our shard format, 100M in each shard
@@ -61,7 +56,7 @@ def parser():
     add('--name', help='of FineWeb the config, such as sample-10BT (default sample-100BT); of pretokenized '
                        f'shards the dataset (default {PRETOKENIZED})')
     add('--workers', type=number(1, most=1024, whole=True), default=os.cpu_count() or 1,
-        help='tokenizing processes (default: all cores)')
+        help='tokenizing threads (default: all cores)')
     add('--retry_minutes', type=number(0), default=60,
         help='how long to repeat a download that the network or the hub refuses (default 60)')
     return p
@@ -71,8 +66,7 @@ def parser():
 # tokens: every document starts with the end-of-text token
 
 
-@functools.lru_cache(maxsize=1)
-def gpt2():
+def load_gpt2():
     """tiktoken's GPT-2 encoding; raises UserError where its ranks cannot be loaded."""
     import tiktoken
     try:
@@ -82,7 +76,7 @@ def gpt2():
                         'they are downloaded once; offline use --tokenizer=bytes', status=1) from error
 
 
-def encode_gpt2(text):
+def encode_gpt2(tokenizer, text):
     """
     text -> tokens (n,) uint16, the first is 50256. tiktoken's stack does not hold a million spaces before a
     word, so a long run of spaces is cut before its last one, where GPT-2's pattern divides it in any case.
@@ -91,14 +85,18 @@ def encode_gpt2(text):
     if len(text) > 100_000:
         runs = re.finditer(r'[^\S\x1c-\x1f]{1000,}', text)  # spaces to Python, but not to GPT-2: \x1c-\x1f
         cuts[1:1] = [run.end() - 1 for run in runs if run.end() < len(text)]
-    parts = [gpt2().encode_ordinary(text[start:end]) for start, end in itertools.pairwise(cuts)]
-    return np.array([gpt2().eot_token, *itertools.chain(*parts)], np.uint16)
+    try:
+        parts = [tokenizer.encode_to_numpy(text[start:end], disallowed_special=())
+                 for start, end in itertools.pairwise(cuts)]
+    except UnicodeEncodeError:  # half a pair of surrogates is no character
+        return encode_gpt2(tokenizer, text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace'))
+    return np.concatenate([[tokenizer.eot_token], *parts], dtype=np.uint16, casting='unsafe')
 
 
 def encode_bytes(text):
     """text -> tokens (n,) uint16: 256, then the UTF-8 bytes."""
     utf8 = np.frombuffer(text.encode('utf-8', 'surrogateescape'), np.uint8)
-    return np.concatenate(([256], utf8)).astype(np.uint16)
+    return np.concatenate([[256], utf8], dtype=np.uint16, casting='unsafe')
 
 
 def learn_bpe(texts, vocab_size, path):
@@ -109,11 +107,9 @@ def learn_bpe(texts, vocab_size, path):
     from tokenizers import ByteLevelBPETokenizer
 
     def first(characters):
-        for text in texts:
+        while characters > 0 and (text := next(texts, None)) is not None:
             yield text
             characters -= len(text)
-            if characters <= 0:
-                return
 
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(first(64_000_000), vocab_size, min_frequency=0, show_progress=False,
@@ -121,21 +117,19 @@ def learn_bpe(texts, vocab_size, path):
     write_json(path, json.loads(tokenizer.to_str()))
 
 
-@functools.lru_cache(maxsize=1)
-def bpe(path):
+def load_bpe(path):
     """The tokenizer that learn_bpe wrote; raises UserError where it is gone or damaged."""
     from tokenizers import Tokenizer
-    try:
+    with sources.naming(f'{path}: not a tokenizer, choose another --out'):
         tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f'{path}: not a tokenizer ({str(error)[:100]}); choose another --out') from error
     tokenizer.encode_special_tokens = True  # an end-of-text that a text spells out is text
     return tokenizer
 
 
-def encode_bpe(path, text):
+def encode_bpe(tokenizer, text):
     """text -> tokens (n,) uint16: 0, then the byte pairs."""
-    return np.array([0] + bpe(path).encode(text.encode('utf-8', 'replace').decode()).ids, np.uint16)
+    [encoded] = tokenizer.encode_batch_fast([text.encode('utf-8', 'replace').decode()])  # without the GIL
+    return np.array([0, *encoded.ids], np.uint16)
 
 
 def in_batches(texts):
@@ -152,134 +146,77 @@ def in_batches(texts):
 
 
 def encode_batch(encode, texts):
-    """texts -> their tokens one after the other (n,) uint16, and how many each text has (len(texts),) int."""
+    """The tokens of each text. Raises UserError that quotes the one that the tokenizer cannot take."""
     encoded = []
-    for text in texts:
-        try:
-            encoded.append(encode(text))
-        except (UserError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # a panic in a tokenizer's Rust code is no Exception
-            raise UserError(f'the text that starts with {text[:60]!r}, {len(text):,} characters, cannot be '
-                            f'tokenized: {sources.first_line(error)}') from error
-    return np.concatenate(encoded), np.array([len(tokens) for tokens in encoded])
-
-
-def worker(connection, encode):
-    """A process that encodes the batches which come through `connection` until that or the program ends."""
-    batches, results = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def receive():  # threads of their own, so that batches and results can wait here
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                batches.put(connection.recv())
-        os._exit(0)
-
-    def send():
-        with contextlib.suppress(OSError):  # the program has gone
-            while True:
-                connection.send(results.get())
-
-    for target in (receive, send):
-        threading.Thread(target=target, daemon=True).start()
-    while True:
-        try:
-            results.put(encode_batch(encode, batches.get()))
-        except UserError as error:
-            results.put(error)
-
-
-def start_workers(n, encode):
-    """Starts n workers -> (their processes, our ends of their connections), which they do not share."""
-    # spawned, not forked: tokenizer threads do not survive a fork, and a fork would inherit the folder lock
-    context, processes, connections = multiprocessing.get_context('spawn'), [], []
-    resource_tracker.ensure_running()  # its first start, within that of a process, would unblock SIGINT
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the workers inherit that: Ctrl-C is for us
     try:
-        for _ in range(n):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=worker, args=(theirs, encode), daemon=True))
-            processes[-1].start()
-            theirs.close()  # or we would not notice when a worker is lost
-            connections.append(ours)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    return processes, connections
+        for text in texts:
+            encoded.append(encode(text))
+        return encoded
+    except BaseException as error:  # a panic in a tokenizer's Rust code is no Exception
+        raise UserError(f'the text that starts with {text[:60]!r}, {len(text):,} characters, cannot be '
+                        f'tokenized: {sources.first_line(error)}') from error
 
 
 def encode_all(texts, encode, workers):
-    """Yields encode_batch of all texts, in order, from processes that work while further texts are read."""
-    if workers == 1:
-        yield from map(functools.partial(encode_batch, encode), in_batches(texts))
-        return
-
-    def exchange(call, *args):
-        try:
-            return call(*args)
-        except (EOFError, OSError) as error:
-            raise UserError('a tokenizing process was lost, killed or out of memory; the same command '
-                            f'resumes, if need be with fewer --workers than {workers}', status=1) from error
-
-    def receive():
-        result = exchange(pending.popleft().recv)
-        if isinstance(result, UserError):
-            raise result
-        return result
-
-    processes, connections = start_workers(workers, encode)
-    pending = collections.deque()  # the connections through which the next results come
+    """
+    Yields the tokens of all texts, in order. Threads make them while further texts are read: the tokenizers
+    let go of Python's lock, and unlike processes threads cannot be lost, nor do they outlive the program.
+    """
+    pool, pending = ThreadPoolExecutor(workers), collections.deque()
     try:
-        for connection, batch in zip(itertools.cycle(connections), in_batches(texts), strict=False):
-            exchange(connection.send, batch)
-            pending.append(connection)
-            while pending and (len(pending) > 16 + 2 * workers or pending[0].poll()):
-                yield receive()
+        for batch in in_batches(texts):
+            pending.append(pool.submit(encode_batch, encode, batch))
+            while pending and (len(pending) > 16 + 2 * workers or pending[0].done()):
+                yield from pending.popleft().result()
         while pending:
-            yield receive()
+            yield from pending.popleft().result()
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        pool.shutdown(cancel_futures=True)
 
 
 # --------------------------------------------------------------------------------------------------
 # shards
 
 
-def stored_meta(folder, settings, fresh):
+def shard_path(args, i):
+    """The path of shard i that is made from text: the first is for validation, the others for training."""
+    split, i = ('train', i - 1) if i else ('val', 0)
+    return os.path.join(args.out, f'{args.source}_{split}_{i:06d}.bin')
+
+
+def stored_meta(args, settings, fresh):
     """
-    The meta.json in `folder`, or `fresh` where no shard is finished. Raises UserError where it was made with
-    other settings, is damaged, or counts shards that are not there.
+    The meta.json of --out, or `fresh` where no shard is finished. Raises UserError where it was made with
+    other settings, is damaged, or does not fit the shards.
     """
-    path = os.path.join(folder, 'meta.json')
-    shards = {split: sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin')))
-              for split in ('val', 'train')}
+    path = os.path.join(args.out, 'meta.json')
     if not os.path.exists(path):
-        if any(shards.values()):
-            raise UserError(f'--out={folder} has shards but no meta.json; choose another folder')
+        check(not glob.glob(os.path.join(glob.escape(args.out), '*.bin')),
+              f'--out={args.out} has shards but no meta.json; choose another folder')
         return fresh
     meta = read_json(path)
     if meta.get('shards') == 0:
         return fresh
-    meta['name'] = meta.get('name') or NAMES.get(settings['source'])
     for key, value in fresh.items():
         found = meta.get(key)
-        if key in settings and found != value:
-            raise UserError(f'{path} was made with {key}={found!r}, not {value!r}; choose another --out')
-        if key in ('revision', 'taken') and key not in meta:  # made by an older version
-            continue
-        numbers = found.values() if isinstance(found, dict) else [found] if isinstance(found, int) else []
-        if type(found) is not type(value) or any(type(n) not in (int, bool) or n < 0 for n in numbers):
-            raise UserError(f'{path}: {key} should not be {found!r}; it is damaged, choose another --out')
-    if settings['source'] == 'pretokenized' and 'taken' in meta:
-        shards = {split: [os.path.join(folder, os.path.basename(file)) for file in meta['taken']
-                          if f'_{split}_' in file] for split in shards}
-    for split, n, tokens in (('val', 1, meta['val_tokens']), ('train', meta['shards'] - 1, meta['tokens'])):
-        found = sum(len(read_shard(shard)) for shard in shards[split][:n])
-        if found != tokens:
-            raise UserError(f'{path} counts {n} {split} shards with {tokens:,} tokens, the folder has '
-                            f'{found:,} in {len(shards[split])}; choose another --out')
+        check(found == value or key not in settings,
+              f'{path} was made with {key}={found!r}, not {value!r}; choose another --out')
+        check(type(found) is type(value) and (type(found) is not int or found >= 0),
+              f'{path}: {key} should not be {found!r}; damaged, or by an older version: choose another --out')
+    shards = [shard_path(args, i) for i in range(meta['shards'])]
+    if args.source == 'pretokenized':
+        shards = [os.path.join(args.out, os.path.basename(name)) for name in meta['taken']]
+    found, counted = sum(len(read_shard(shard)) for shard in shards), meta['val_tokens'] + meta['tokens']
+    check(found == counted, f'{path} counts {counted:,} tokens in {meta["shards"]} shards, which have '
+          f'{found:,}; choose another --out')
     return meta
+
+
+def note_shard(args, meta, tokens, **position):
+    """Counts a shard that is written, with its tokens, in meta.json, and notes where the next one begins."""
+    meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
+    meta.update(shards=meta['shards'] + 1, **position)
+    write_json(os.path.join(args.out, 'meta.json'), meta)
 
 
 def progress(done, total):
@@ -298,93 +235,74 @@ def progress(done, total):
     return report
 
 
-def published_shards(repository, commit, minutes):
-    """The val shard and the train shards of a dataset, these spread, as path -> bytes. UserError without."""
-    files = sources.list_files(repository, commit, '', minutes)
-    val, train = (fnmatch.filter(sorted(files), f'*_{split}_*.bin') for split in ('val', 'train'))
-    if not val or not train:
-        raise UserError(f'--name={repository}: this dataset has no shards such as fineweb_train_000001.bin')
-    return {path: files[path] for path in val[:1] + sources.spread(train)}
-
-
-def fetch_pretokenized(files, args, meta, meta_path, report):
-    """Downloads published_shards one by one until there are --tokens. Finished ones are kept."""
-    for path in list(files)[meta['shards']:]:
+def fetch_shards(files, args, meta, report):
+    """Downloads published shards one by one until there are --tokens. Finished ones are kept."""
+    for path in files[meta['shards']:]:
         if meta['tokens'] >= args.tokens:
             return
         shard = os.path.join(args.out, os.path.basename(path))
-        fetch = functools.partial(sources.read_range, meta['name'], meta['revision'], path,
-                                  minutes=args.retry_minutes)
-        sources.download(fetch, files[path], shard, report)
+        sources.download(meta['name'], meta['revision'], path, shard)
         tokens = len(read_shard(shard))
-        meta['tokens' if meta['shards'] else 'val_tokens'] += tokens
-        meta.update(shards=meta['shards'] + 1, taken={**meta['taken'], path: tokens})
-        write_json(meta_path, meta)
+        report(tokens)
+        note_shard(args, meta, tokens, taken={**meta['taken'], path: tokens})
     meta['exhausted'] = meta['tokens'] < args.tokens
 
 
-def fill_shards(encoded, args, meta, meta_path, taken, report):
+def fill_shards(documents, args, meta, taken, report):
     """
-    Cuts the encoded documents, which start at number meta['documents'], into the val shard and train shards
-    up to --tokens. After each shard meta.json says where the next one starts; killed in between, the same
-    shard is made again. Raises UserError where the text is too short for a val shard and training.
+    Cuts the tokens of documents, the first of which is number meta['documents'], into the val shard and train
+    shards up to --tokens. After each shard meta.json says where the next one starts; killed in between, the
+    same shard is made again. Raises UserError where the text is too short for a val shard and training.
     """
     shard, held = None, 0  # the shard in the making and how many of its tokens are there
     document, within = meta['documents'], meta['within_document']  # the next one, and its tokens in a shard
 
     def finish_shard(document, within):
-        split, i = ('train', meta['shards'] - 1) if meta['shards'] else ('val', 0)
-        write_shard(os.path.join(args.out, f'{args.source}_{split}_{i:06d}.bin'), shard[:held])
-        meta['tokens' if meta['shards'] else 'val_tokens'] += held
-        meta.update(shards=meta['shards'] + 1, documents=int(document), within_document=int(within))
-        if 'taken' in meta:
-            meta['taken'] = {path: first for path, first in taken.items() if first < document + (within > 0)}
-        write_json(meta_path, meta)
+        write_shard(shard_path(args, meta['shards']), shard[:held])
+        position = {'documents': document, 'within_document': within}
+        if 'taken' in meta:  # not the files of which only later shards take something
+            position['taken'] = {path: i for path, i in taken.items() if i < document + (within > 0)}
+        note_shard(args, meta, held, **position)
 
-    for tokens, lengths in encoded:
-        ends = np.cumsum(lengths)
-        position, within = within, 0
-        while position < len(tokens):
-            if shard is None:
+    for tokens in documents:
+        while within < len(tokens):
+            if not held:
                 left = args.tokens - meta['tokens']
                 wanted = min(args.shard_tokens, left) if meta['shards'] else args.val_tokens
                 if wanted <= 0:
                     return
-                shard, held = np.empty(wanted, np.uint16), 0
-            part = tokens[position:position + len(shard) - held]
+                shard = np.empty(wanted, np.uint16)
+            part = tokens[within:within + len(shard) - held]
             shard[held:held + len(part)] = part
-            held, position = held + len(part), position + len(part)
+            held, within = held + len(part), within + len(part)
             report(len(part))
             if held == len(shard):
-                whole = np.searchsorted(ends, position, side='right')  # texts of the batch that have ended
-                finish_shard(document + whole, position - (ends[whole - 1] if whole else 0))
-                shard, held = None, 0
-        document += len(lengths)
+                ended = within == len(tokens)  # the next shard begins with the next document
+                finish_shard(document + ended, 0 if ended else within)
+                held = 0
+        document, within = document + 1, 0
 
     # the text ended before --tokens
-    if not meta['shards']:
-        raise UserError(f'the text has only {held:,} tokens, too few for --val_tokens={args.val_tokens}')
+    check(meta['shards'], f'the text has only {held:,} tokens, too few for --val_tokens={args.val_tokens}')
     if held:
         finish_shard(document, 0)
-    if not meta['tokens']:
-        raise UserError(f'the val shard has all {meta["val_tokens"]:,} tokens, none are left to train on; '
-                        'lower --val_tokens')
+    check(meta['tokens'], f'the val shard has all {meta["val_tokens"]:,} tokens, none are left to train on; '
+          'lower --val_tokens')
     meta['exhausted'] = True
 
 
 def main(argv=None):
     args = parse_args(parser(), argv)
-    if (args.files is not None) != (args.source == 'local'):
-        raise UserError('--source=local needs --files="GLOB", and --files needs --source=local')
-    if args.name is not None and args.source not in ('fineweb', 'pretokenized'):
-        raise UserError(f'--name={args.name} needs --source=fineweb or pretokenized')
-    if args.vocab_size is not None and args.tokenizer != 'bpe':
-        raise UserError(f'--vocab_size={args.vocab_size} needs --tokenizer=bpe')
-    if args.source == 'pretokenized' and args.tokenizer != 'gpt2':
-        raise UserError('--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
+    hub = args.source in NAMES
+    check((args.files is not None) == (args.source == 'local'),
+          '--source=local needs --files="GLOB", and --files needs --source=local')
+    check(args.name is None or hub, f'--name={args.name} needs --source=fineweb or pretokenized')
+    check(args.vocab_size is None or args.tokenizer == 'bpe',
+          f'--vocab_size={args.vocab_size} needs --tokenizer=bpe')
+    check(args.source != 'pretokenized' or args.tokenizer == 'gpt2',
+          '--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
 
     # what the shards depend on; the same command finds it in meta.json and resumes
-    hub = args.source in NAMES
     vocab_size = {'gpt2': 50257, 'bytes': 257, 'bpe': args.vocab_size or 1024}[args.tokenizer]
     settings = {'source': args.source, 'name': args.name or NAMES.get(args.source), 'files': args.files,
                 'tokenizer': args.tokenizer, 'vocab_size': vocab_size,
@@ -393,53 +311,46 @@ def main(argv=None):
              'complete': False}
     if hub:  # the commit, and of its files those that were taken, with their first document or their tokens
         fresh.update(revision='', taken={})
-    meta_path = os.path.join(args.out, 'meta.json')
-    found = stored_meta(args.out, settings, fresh)
+    found = stored_meta(args, settings, fresh)
     if (found['complete'] and found['tokens'] >= args.tokens) or found.get('exhausted'):
         print(f'{args.out} is done: {found["tokens"]:,} training tokens in {found["shards"]} shards'
               + (', all that the text has' if found.get('exhausted') else ''))
         return
-    if hub and 'revision' not in found:
-        raise UserError(f'{meta_path} was made by an older version, which took the files from the first on '
-                        'instead of spreading them; choose another --out')
 
     # what cannot be read or downloaded is found before a folder is made
     meta, taken = dict(found), {}
     if hub:
-        repository = sources.FINEWEB if args.source == 'fineweb' else meta['name']
+        repository = sources.FINEWEB if args.source == 'fineweb' else settings['name']
         print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
               '--tokenizer=bytes', flush=True)
+        sources.retry_requests(args.retry_minutes)
         with sources.naming(repository):
-            revision = meta['revision'] or 'main'
-            meta['revision'] = sources.find_commit(repository, revision, args.retry_minutes)
+            meta['revision'] = sources.find_commit(repository, meta['revision'] or 'main')
             if args.source == 'pretokenized':
-                files = published_shards(repository, meta['revision'], args.retry_minutes)
+                files = sources.published_shards(repository, meta['revision'])
     if args.source != 'pretokenized':
         texts = sources.read_texts(args, meta, taken)
         texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
-        encode = {'gpt2': encode_gpt2, 'bytes': encode_bytes}.get(args.tokenizer)
-        if args.tokenizer == 'gpt2':
-            gpt2()
+        encode = functools.partial(encode_gpt2, load_gpt2()) if args.tokenizer == 'gpt2' else encode_bytes
 
     make_folder(args.out)
+    meta_path, tokenizer_path = (os.path.join(args.out, name) for name in ('meta.json', 'tokenizer.json'))
     with lock_folder(args.out):
-        if stored_meta(args.out, settings, fresh) != found:
-            raise UserError(f'{args.out}: another process has just worked there; start again', status=3)
+        check(stored_meta(args, settings, fresh) == found,
+              f'{args.out}: another process has just worked there; start again', status=3)
         meta.update(complete=False, requested_tokens=max(args.tokens, meta['tokens']))
         write_json(meta_path, meta)
         report = progress(meta['tokens'] + meta['val_tokens'], args.tokens + args.val_tokens)
         if args.source == 'pretokenized':
-            with sources.naming(repository):
-                fetch_pretokenized(files, args, meta, meta_path, report)
+            fetch_shards(files, args, meta, report)
         else:
+            if args.tokenizer == 'bpe' and not meta['shards']:
+                print('learning byte pairs', flush=True)
+                learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
             if args.tokenizer == 'bpe':
-                tokenizer_path = os.path.join(args.out, 'tokenizer.json')
-                if meta['shards'] == 0:
-                    print('learning byte pairs', flush=True)
-                    learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
-                encode = functools.partial(encode_bpe, tokenizer_path)
-            with contextlib.closing(encode_all(texts, encode, args.workers)) as encoded:
-                fill_shards(encoded, args, meta, meta_path, taken, report)
+                encode = functools.partial(encode_bpe, load_bpe(tokenizer_path))
+            with contextlib.closing(encode_all(texts, encode, args.workers)) as documents:
+                fill_shards(documents, args, meta, taken, report)
         write_json(meta_path, {**meta, 'complete': True})
     if meta.get('exhausted'):
         print(f'the text has ended before --tokens={args.tokens:,}')
