@@ -16,16 +16,18 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import plots, report, runs, shift, statistics, tables, theory
-from common import UserError, lock_folder, make_folder, number, parse_args, read_json, run, write_json
+from common import check, lock_folder, make_folder, number, parse_args, read_json, run, write_json
 
 
-def collect(folders, out):
-    """Finished runs -> csv files and settings.json in the folder `out` -> what runs.read makes of them."""
+def collect(folders, results, out):
+    """
+    Finished runs and their result.json -> csv files and settings.json in the folder `out` -> what runs.read
+    makes of them.
+    """
     rows, curves, distributions, settings = [], [], [], {}
-    for i, folder in enumerate(folders, 1):
+    for i, (folder, row) in enumerate(zip(folders, results, strict=True), 1):
         print(f'[{i}/{len(folders)}] {folder}', flush=True)
-        row, found = read_json(folder / 'result.json'), statistics.of_run(folder)
-        own = {name: row.get(name) for name in runs.SETTINGS}
+        found, own = statistics.of_run(folder), {name: row.get(name) for name in runs.SETTINGS}
         curves.append(runs.training_curve(folder).assign(**own))
         distributions += [{**own, 'quantity': name, **v} for name, v in found.items() if isinstance(v, dict)]
         rows.append({**row, **{name: v['mean'] if isinstance(v, dict) else v for name, v in found.items()}})
@@ -53,7 +55,6 @@ def make_tables(every_run, settings, out):
     shown += overhead + ([tables.excess_table(usual, lrs)] if len(lrs) else [])
     shown += shift.shift_tables(every_run)
     shown += [tables.hyperparameter_table(settings)] if settings else []
-    shown += [tables.methods_table()]
     print('', *(report.markdown(table, 'text') for table in shown), sep='\n')
     markdown = map(report.markdown, [*shown, tables.run_table(every_run)])
     report.write(os.path.join(out, 'tables.md'), '\n'.join(markdown))
@@ -61,14 +62,14 @@ def make_tables(every_run, settings, out):
     return lrs, shown, notes + more
 
 
-def main(argv=None):
+def parser():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     p.add_argument('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
     p.add_argument('--results', metavar='FILE.csv',
                    help=f'a csv of runs instead; it needs {", ".join(runs.REQUIRED)}, no more')
     p.add_argument('--out', help='folder to write to (default results/<name of the sweep or csv>)')
-    p.add_argument('--method', default='baseline', help='the method whose Fact 3 is drawn (default baseline)')
+    p.add_argument('--method', help='the method whose Fact 3 is drawn (default baseline, or the first)')
     p.add_argument('--theory', action='store_true',
                    help="the paper's figures that need no runs (Fig. 1, 6 and 7), alone or with the others")
     p.add_argument('--hf', nargs='+', metavar='FOLDER',
@@ -82,39 +83,49 @@ def main(argv=None):
                    help='with --hf: leave rows out of the mean that are padding or of one norm')
     p.add_argument('--center_to', metavar='NEW',
                    help='with --hf: write the model with centered output embeddings there')
-    args = parse_args(p, argv)
+    return p
+
+
+def main(argv=None):
+    args = parse_args(parser(), argv)
     sources = [source for source in (args.runs, args.results, args.hf) if source]
-    only_hf = args.text or args.drop_odd_rows or args.center_to
-    if len(sources) > 1 or not (sources or args.theory) or (args.theory if args.hf else only_hf):
-        raise UserError('give run folders, such as out/demo, --results=FILE.csv or --theory; or --hf=FOLDER, '
-                        'which alone goes with --text, --positions, --drop_odd_rows and --center_to')
+    mixed = args.theory or args.method if args.hf else args.text or args.drop_odd_rows or args.center_to
+    check(len(sources) < 2 and (sources or args.theory) and not mixed,
+          'give run folders, such as out/demo, --results=FILE.csv or --theory; or --hf=FOLDER, which alone '
+          'goes with --text, --positions, --drop_odd_rows and --center_to')
     if args.hf:
         from analysis import hf  # which needs transformers
         return hf.main(args)
 
     # what there is
-    source, done = Path(args.results or 'theory'), []
+    source, done, methods, notes = Path(args.results or 'theory'), [], [], []
     if args.runs:
         source, states = Path(args.runs[0]), runs.run_states(args.runs)
         runs.print_states(states)
         done = [path for path, state in states.items() if state == 'done']
-        if not done:
-            raise UserError(f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
+        check(done, f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
+        notes += [f'{len(states) - len(done)} runs that are not finished'] if len(done) < len(states) else []
+        results = runs.results(done)  # checked before anything is written
+        methods = [row['method'] for row in results]
     elif args.results:
-        found = runs.read(source)  # before anything is written
+        found = runs.read(source)
         source = source.parent if source.name == 'results.csv' else source.with_suffix('')
+        methods = list(found[0].method)
+    check(args.method in [None, *methods],
+          f'--method={args.method} should be one of {", ".join(dict.fromkeys(methods))}')
+    method = args.method or ('baseline' if 'baseline' in methods else next(iter(methods), None))
     out = args.out or os.path.join('results', source.resolve().name)
 
     # what is made of it
     make_folder(out)
     with lock_folder(out, wait=True):
-        shown, notes, every_run, all_runs, settings, sentence = [], [], [], None, {}, ''
-        if done or args.results:
-            every_run, curves, distributions, settings = collect(done, out) if done else found
-            lrs, made, notes = make_tables(every_run, settings, out)
-            drawn, lacking = plots.draw(every_run, lrs, curves, distributions, args.method, out)
+        shown, every_run, all_runs, settings, sentence = [], [], None, {}, ''
+        if methods:
+            every_run, curves, distributions, settings = collect(done, results, out) if done else found
+            lrs, made, more = make_tables(every_run, settings, out)
+            drawn, lacking = plots.draw(every_run, lrs, curves, distributions, method, out)
             shown, all_runs, sentence = drawn + made, tables.run_table(every_run), shift.sentence(every_run)
-            notes += ['figures that lack data: ' + ', '.join(lacking)] if lacking else []
+            notes += more + (['figures that lack data: ' + ', '.join(lacking)] if lacking else [])
         if args.theory:
             shown += theory.draw_theory(out)
         report.write_report(out, every_run, shown, all_runs, settings, notes, sentence)

@@ -10,6 +10,7 @@ By Fact 2 a finished model can be centered without training: no probability chan
 """
 import math
 import os
+import shutil
 
 import pandas as pd
 import torch
@@ -19,7 +20,7 @@ import sources
 from analysis import plots, report
 from analysis.runs import write_csv
 from analysis.statistics import TINY, statistics, summary
-from common import UserError, lock_folder, make_folder
+from common import UserError, check, lock_folder, make_folder
 from head import chunked_head
 from model import GPTConfig
 
@@ -76,8 +77,9 @@ def head_config(path, model):
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     E = model.get_output_embeddings().weight
     tokens = torch.arange(min(16, len(E)), device=E.device)[None]
-    theirs = model(input_ids=tokens, use_cache=False).logits[0].float()
-    ours = final_states(model, tokens).float() @ E.float().T
+    with sources.naming(f'--hf={path}: not a causal language model that can be run'):
+        theirs = model(input_ids=tokens, use_cache=False).logits[0].float()
+        ours = final_states(model, tokens).float() @ E.float().T
     ours = cap * torch.tanh(ours / cap) if cap else ours
     unit = 4 * torch.finfo(E.dtype).eps if E.dtype != torch.float32 else 1e-4
     if not torch.allclose(ours, theirs, rtol=0, atol=unit * theirs.abs().max().item()):
@@ -141,8 +143,7 @@ def read_windows(tokenizer, pattern, length, n):
                 break
     except UserError as error:
         raise UserError(str(error).replace('--files', '--text'), error.status) from error
-    if len(tokens) < 2:
-        raise UserError(f'--text={pattern}: the text has fewer than two tokens')
+    check(len(tokens) > 1, f'--text={pattern}: the text has fewer than two tokens')
     length = min(length, len(tokens) - 1)
     n = min(n, len(tokens) // (length + 1))
     return torch.tensor(tokens[:n * (length + 1)]).view(n, length + 1)
@@ -177,20 +178,33 @@ def text_facts(model, E, mu, windows, config):
 @torch.no_grad()
 def center(path, new, model, tokenizer, mu, tokens):
     """
-    Writes the model with the output embeddings E - mu to the folder `new`, after checking in fp32 that no
-    probability over `tokens` (n, T) changes by more than 1e-5, as tied embeddings or capped logits make them.
+    Writes the model with the output embeddings E - mu to the folder `new`, whole or not at all, beside all
+    files of `path` that are not weights. UserError if in fp32 a probability over `tokens` (n, T) changes by
+    more than 1e-5, as tied embeddings or capped logits make it.
     """
+    def probabilities():
+        return model(tokens, use_cache=False).logits.softmax(dim=-1)
     dtype = model.dtype
     model.float()
-    before = model(tokens, use_cache=False).logits.softmax(dim=-1)
+    before = probabilities()
     model.get_output_embeddings().weight.sub_(mu)
-    change = (model(tokens, use_cache=False).logits.softmax(dim=-1) - before).abs().max().item()
-    if not change <= 1e-5:
-        why = ', since they are its input embeddings as well (tied)' if is_tied(model) else ''
-        raise UserError(f'--center_to={new}: centering the output embeddings of {path} changes probabilities '
-                        f'by {change:.1e} in fp32, more than 1e-5{why}; nothing was written')
-    model.to(dtype).save_pretrained(new)
-    tokenizer.save_pretrained(new)
+    change = (probabilities() - before).abs().max().item()
+    why = ', since they are its input embeddings as well (tied)' if is_tied(model) else ''
+    check(change <= 1e-5, f'--center_to={new}: centering the output embeddings of {path} changes a '
+          f'probability by {change:.1e} in fp32, more than 1e-5{why}; nothing was written')
+    temporary = f'{new}.tmp'
+    try:
+        model.to(dtype).save_pretrained(temporary)
+        if os.path.isdir(path):
+            weights = shutil.ignore_patterns('*.safetensors*', '*.bin*')
+            shutil.copytree(path, temporary, ignore=weights, dirs_exist_ok=True)
+        else:
+            tokenizer.save_pretrained(temporary)
+        os.rename(temporary, new)
+    except OSError as error:
+        raise UserError(f'--center_to={new}: cannot be written ({error})', status=1) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     print(f'{new}: {path} with centered output embeddings. Over {tokens.numel():,} positions probabilities '
           f'change by at most {change:.0e} in fp32; it is stored in {str(dtype).removeprefix("torch.")}')
 
@@ -198,11 +212,12 @@ def center(path, new, model, tokenizer, mu, tokens):
 def measure(path, args):
     """Loads, measures and, if asked to, centers a model -> (numbers and summaries, distributions), dicts."""
     model, tokenizer = load(path)
-    if tokenizer is None and (args.text or args.center_to):
-        raise UserError(f'--hf={path}: has no tokenizer, which --text and --center_to need')
+    check(tokenizer or not (args.text or args.center_to),
+          f'--hf={path}: has no tokenizer, which --text and --center_to need')
     config, E = head_config(path, model), model.get_output_embeddings().weight.detach()
     odd = odd_rows(E, None if tokenizer is None else len(tokenizer))
     kept = E[~torch.stack(list(odd.values())).any(dim=0)] if args.drop_odd_rows else E
+    check(len(kept), f'--drop_odd_rows leaves none of the {len(E)} rows of {path}')
     mu = (sum(rows.double().sum(dim=0) for rows in parts(kept)) / len(kept)).float()
     found, r_emb = embedding_facts(kept, mu)
     words = ', '.join(f'{mask.sum():,} {what}' for what, mask in odd.items() if mask.any())
@@ -213,6 +228,7 @@ def measure(path, args):
         longest = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
         length = min(WINDOW, longest, args.positions)
         windows = read_windows(tokenizer, args.text, length, -(-args.positions // length))
+        check(windows.max() < len(E), f'--hf={path}: its tokenizer has more tokens than its head has rows')
         facts, values = text_facts(model, E.float(), mu, windows, config)
         found |= facts
         if args.center_to:
@@ -244,8 +260,8 @@ def table_of(measured):
 
 def main(args):
     """What analyze.py does with --hf: a table, and a page with it and the distributions."""
-    if args.center_to and (len(args.hf) > 1 or os.path.exists(args.center_to) or not args.positions):
-        raise UserError(f'--center_to={args.center_to}: should be a new folder, for one model and text')
+    check(not args.center_to or (len(args.hf) == 1 and args.positions and not os.path.exists(args.center_to)),
+          f'--center_to={args.center_to}: should be a new folder, for one model and text')
     results = [measure(path, args) for path in args.hf]
     measured = pd.json_normalize([found for found, _ in results], sep='_')
     out = args.out or os.path.join('results', '-'.join(measured.name))

@@ -137,6 +137,14 @@ def diverged(curve, test_loss, init_loss):
 # csv files
 
 
+def results(folders):
+    """The result.json of finished runs. UserError for one that cannot be a line of results.csv."""
+    found = {folder / 'result.json': read_json(folder / 'result.json') for folder in folders}
+    words = [['' if row.get(name) is None else str(row[name]) for name in COLUMNS] for row in found.values()]
+    parse(pd.DataFrame(words, list(found), COLUMNS, dtype=str), REQUIRED)
+    return list(found.values())
+
+
 def write_csv(path, rows):
     """Whole numbers without a point, unknown ones empty; but a test loss that is not finite is nan."""
     rows = rows.convert_dtypes()
@@ -146,10 +154,7 @@ def write_csv(path, rows):
 
 
 def read_csv(path, required, columns):
-    """
-    These columns of a csv: texts in those of TEXT, numbers in the others, NaN for an empty cell and what is
-    not finite or beyond 1e30. UserError if it lacks a required column or holds what SHOULD refuses.
-    """
+    """These columns of a csv, as `parse` returns them. UserError if it is not such a csv."""
     try:
         cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig').fillna('')
     except Exception as error:  # of any kind, since the file may hold anything
@@ -160,20 +165,31 @@ def read_csv(path, required, columns):
           f'{path}: a line has more cells than the first line, which should name the columns')
     twice = ', '.join(column for column in columns if f'{column}.1' in cells)  # pandas' name for the second
     check(not twice, f'{path}: column {twice} is there twice')
-    cells = cells.reindex(columns=columns, fill_value='').apply(lambda column: column.str.strip())
-    for column in columns:
+    cells.index = [f'{path} line {i}' for i, _ in enumerate(cells.index, 2)]
+    return parse(cells.reindex(columns=columns, fill_value=''), required)
+
+
+def parse(cells, required):
+    """
+    A DataFrame of words, whose index says where they are from -> words in the columns of TEXT, numbers in the
+    others, NaN for an empty cell and what is not finite or beyond 1e30. UserError for the first wrong cell.
+    """
+    def refuse(column, right, should):
+        if not right.all():
+            raise UserError(f'{right.idxmin()}: {column} should be {should}')
+    cells = cells.apply(lambda column: column.str.strip())
+    for column in cells:
         words = cells[column]
-        check(column not in required or (words != '').all(), f'{path}: column {column}: an empty cell')
+        refuse(column, (words != '') | (column not in required), 'there')
         if column not in TEXT:
-            try:
-                numbers = words.str.lower().replace({'': 'nan', 'true': '1', 'false': '0'}).map(float)
-            except ValueError as error:
-                raise UserError(f'{path}: column {column}: {error}') from error
+            words = words.str.lower().replace({'': 'nan', 'true': '1', 'false': '0'})
+            refuse(column, pd.to_numeric(words, errors='coerce').notna() | (words == 'nan'), 'a number')
+            numbers = words.map(float)  # which keeps all bits, unlike to_numeric
             cells[column] = numbers.where(numbers.abs() < 1e30)
     for should, (names, is_right) in SHOULD.items():
-        for column in set(names) & set(columns):
-            right = is_right(cells[column]) | (cells[column].isna() & (column not in required))
-            check(right.all(), f'{path} line {right.argmin() + 2}: {column} should be {should}')
+        for column in cells.columns.intersection(names):
+            unknown = cells[column].isna() & (column not in required)
+            refuse(column, is_right(cells[column]) | unknown, should)
     return cells
 
 
@@ -182,14 +198,18 @@ def base_method(method):
     return method.partition('+center')[0]
 
 
-def variant(method, lam):
-    """What tables and legends call a method and its λ, of which the method's default needs no mention."""
+def name_of(method):
+    """What tables and figures call a method."""
     base, beside, every = method.partition('+center')
     words = paper.NAMES.get(base, base)
     words += ' + centering' if beside and base != 'mu_centering' else ''
-    words += f' every {every}' if beside and every != '1' else ''
-    default = METHODS.get(base) or 1e-4
-    return words if pd.isna(lam) or lam == default else f'{words} λ={lam:g}'
+    return words + (f' every {every}' if beside and every != '1' else '')
+
+
+def variant(method, lam):
+    """The method's name and its λ, of which the method's default needs no mention."""
+    default = METHODS.get(base_method(method)) or 1e-4
+    return name_of(method) + ('' if pd.isna(lam) or lam == default else f' λ={lam:g}')
 
 
 def identify(rows):

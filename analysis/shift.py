@@ -67,18 +67,18 @@ def rounding_table(rows, where):
 
 def mean_logit_table(rows, where):
     """The baseline's runs beside the published baselines by mean logit, which is what bf16 has to round."""
-    ours = rows[(rows.label == 'baseline') & (rows.mu_shift > 0)]
-    ours = ours.assign(run=[f'norm {r.mu_shift:g} added, seed {r.seed:g}' for r in ours.itertuples()])
+    ours = rows[rows.label.isin(['baseline', WITHOUT]) & (rows.mu_shift > 0)].copy()
+    ours['run'] = [f'{r.label}, norm {r.mu_shift:g}, seed {r.seed:g}' for r in ours.itertuples()]
     theirs = paper.DRIFT.assign(run=[f'the paper, {r.size}, lr {r.lr}' for r in paper.DRIFT.itertuples()])
     both = pd.concat([ours, theirs[theirs.offset > 30]]).sort_values('offset')
     return dict(
         title=f'What a mean logit costs, {where}', where='',
-        rows=pd.DataFrame({'baseline': both.run, SYMBOLS['mu_norm']: both.mu_norm.map('{:.3g}'.format),
+        rows=pd.DataFrame({'run': both.run, SYMBOLS['mu_norm']: both.mu_norm.map('{:.3g}'.format),
                            SYMBOLS['offset']: both.offset.map('{:.0f}'.format),
                            'loss': both.excess.map('{:+.3f}'.format)}),
-        says='What BF16 rounds are the logits: the cost follows their mean. Loss: the test loss minus that '
-             'without a shift; of a published run, minus that of μ-centering at the same learning rate, and '
-             'its mean logit is the mean over positions instead of the rms.')
+        says='What BF16 rounds are the logits: the cost to the baseline follows their mean. Loss: the test '
+             'loss minus that without a shift; of a published run, minus that of μ-centering at the same '
+             'learning rate, and its mean logit is the mean over positions instead of the rms.')
 
 
 def shift_tables(runs):
@@ -94,8 +94,10 @@ def shift_tables(runs):
 
 def sentence(runs):
     """The test loss of each method at the largest norm that was added, or '' without such runs."""
-    rows = shifted(runs)
-    rows = rows[(rows.label != '') & (rows.mu_shift == rows.mu_shift.max())]
-    losses = [f'{label} {loss:.2f}' for label, loss in rows.groupby('label', sort=False).loss.mean().items()]
-    return losses and ('Test loss after training with a vector of norm '
-                       f'{rows.mu_shift.max():g} added to all output embeddings: {", ".join(losses)}.') or ''
+    lines = []
+    for (size, _, lr), rows in shifted(runs).groupby(SETTING, sort=False):
+        rows = rows[(rows.label != '') & (rows.mu_shift == rows.mu_shift.max())]
+        losses = rows.groupby('label', sort=False).loss.agg(over_seeds, '.2f')
+        lines.append(f'Test loss of {size}, lr {lr:g}, if a vector of norm {rows.mu_shift.max():g} was added '
+                     f'to all output embeddings: {", ".join(map(" ".join, losses.items()))}.')
+    return ' '.join(lines)
