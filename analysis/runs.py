@@ -184,7 +184,7 @@ def parse(cells, required):
         if column not in TEXT:
             words = words.str.lower().replace({'': 'nan', 'true': '1', 'false': '0'})
             refuse(column, pd.to_numeric(words, errors='coerce').notna() | (words == 'nan'), 'a number')
-            numbers = words.map(float)  # which keeps all bits, unlike to_numeric
+            numbers = words.map(float).astype(float)  # with all bits, unlike to_numeric
             cells[column] = numbers.where(numbers.abs() < 1e30)
     for should, (names, is_right) in SHOULD.items():
         for column in cells.columns.intersection(names):
@@ -219,7 +219,8 @@ def identify(rows):
     default = base.map(METHODS).astype(float)
     no_lam = default.isna() & base.isin(METHODS)  # whatever the csv says
     rows['lam'] = rows.lam.fillna(default).mask(no_lam)
-    rows['variant'] = [variant(*row) for row in zip(rows.method, rows.lam, strict=True)]
+    words = [variant(*row) for row in zip(rows.method, rows.lam, strict=True)]
+    rows['variant'] = pd.Series(words, rows.index, dtype=str)
     rank = {known: f'{i:02}' for i, known in enumerate((*SIZES, *METHODS))}
     order = rows.assign(size=rows['size'].map(lambda size: rank.get(size, '99') + size),
                         method=rows.method.map(lambda method: rank.get(base_method(method), '99') + method))
@@ -256,7 +257,8 @@ def read(path):
     def beside(name, columns):
         file, columns = path.parent / name, [*SETTINGS, *columns]
         there = path.name == 'results.csv' and file.exists()
-        return identify(read_csv(file, REQUIRED[:4], columns) if there else pd.DataFrame(columns=columns))
+        return identify(read_csv(file, REQUIRED[:4], columns) if there else
+                        parse(pd.DataFrame(columns=columns, dtype=str), []))
     runs = identify(read_csv(path, REQUIRED, COLUMNS))
     check(len(runs), f'{path}: it has no runs, only a first line')
     for _, twice in runs[runs.duplicated(KEY)].iterrows():

@@ -73,8 +73,8 @@ def mean_logit_table(rows, where):
     both = pd.concat([ours, theirs[theirs.offset > 30]]).sort_values('offset')
     return dict(
         title=f'What a mean logit costs, {where}', where='',
-        rows=pd.DataFrame({'run': both.run, SYMBOLS['mu_norm']: both.mu_norm.map('{:.3g}'.format),
-                           SYMBOLS['offset']: both.offset.map('{:.0f}'.format),
+        rows=pd.DataFrame({'run': both.run, SYMBOLS['mu_norm']: both.mu_norm.map('{:,.0f}'.format),
+                           SYMBOLS['offset']: both.offset.map('{:,.0f}'.format),
                            'loss': both.excess.map('{:+.3f}'.format)}),
         says='What BF16 rounds are the logits: the cost to the baseline follows their mean. Loss: the test '
              'loss minus that without a shift; of a published run, minus that of μ-centering at the same '
