@@ -39,7 +39,7 @@ def links(folder):
     """
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(ROOT):
-        if name.endswith(('.py', '.sh', '.html')):
+        if name.endswith(('.py', '.sh')) or name == 'analysis':
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     return folder
 

@@ -1,0 +1,273 @@
+"""
+Run folders, their logs, and the csv files that every table and figure is made from: results.csv has one line
+per run, curves.csv the logs, distributions.csv the summaries of what has a distribution.
+"""
+import fcntl
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis import paper
+from analysis.statistics import SUMMARY
+from common import UserError, check, read_json, write_atomic
+from model import METHODS, SIZES, SUBSETS
+
+MARGIN = 0.5         # nats that the loss of a diverged run has risen by
+LINES = 20           # log lines in a window, so that noise moves their median by less than that
+WINDOWS = 20         # a run is cut into so many windows, or into fewer if its lines are few
+CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
+
+COLUMNS = ('method size n_params weight_tying lam cap lr seed steps logits_dtype mu_shift rounded '
+           'init_loss test_loss diverged diverged_step mu_norm logit_mean logit_mean_spread logit_std '
+           'logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss gradient_sum lr_sum '
+           'train_seconds tokens_per_second device').split()
+REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
+TEXT = {'method', 'size', 'logits_dtype', 'rounded', 'device', 'quantity'}
+SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded']
+KEY = ['variant', 'size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'rounded']  # tells runs apart
+ALL = SUBSETS[-1]
+DEFAULTS = {'mu_shift': 0.0, 'seed': 0.0, 'rounded': ALL}  # what an empty cell means
+CURVE = 'step loss lr_step lr_sum mu_norm logit_mean logit_mean_spread logit_absmax'.split()
+PUBLISHED = {'16M': (10.83, 15572480), '29M': (10.83, 28638560), '57M': (10.83, 57338400),
+             '109M': (10.83, 108404800), '221M': (10.85, 220810720)}  # loss at initialisation, parameters
+SHOULD = {  # what else would be wrong science, or end in a traceback
+    'a number above 0': (['lr', 'init_loss', 'n_params', 'steps'], lambda x: x > 1e-30),
+    'a number from 0': (['lam', 'mu_shift'], lambda x: x >= 0),
+    'a whole number': (['seed', 'step'], lambda x: x % 1 == 0),
+    '0 or 1': (['weight_tying', 'diverged'], lambda x: x.isin([0, 1])),
+    'one of ' + '; '.join(SUBSETS): (['rounded'], lambda x: x.isin(['', *SUBSETS])),
+    'printable words': (['method', 'size', 'device'], lambda x: x.map(str.isprintable).astype(bool))}
+
+# --------------------------------------------------------------------------------------------------
+# run folders
+
+
+def run_states(folders):
+    """The runs in or right below `folders`, and those a sweep has planned there -> a dict path -> state."""
+    states = {}
+    for folder in map(Path, folders):
+        check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
+        plan = folder / 'logs' / 'plan'
+        planned = [folder / name for name in plan.read_text().split()] if plan.exists() else []
+        begun = sorted([*folder.glob('config.json'), *folder.glob('*/config.json')])
+        states |= {path: run_state(path) for path in (*planned, *(config.parent for config in begun))}
+    return states
+
+
+def run_state(path):
+    """'done', 'running' (a process holds its lock), 'failed' (its sweep says so) or 'waiting'."""
+    if (path / 'result.json').exists():
+        return 'done'
+    if (path / '.lock').exists():
+        with open(path / '.lock') as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return 'running'
+    return 'failed' if (path.parent / 'logs' / f'{path.name}.failed').exists() else 'waiting'
+
+
+def print_states(states):
+    """How many runs are in which state, how far each running one is, and which have failed."""
+    count = Counter(states.values())
+    order = ('done', 'running', 'failed', 'waiting')
+    print(f'{len(states)} runs: ' + ', '.join(f'{count[state]} {state}' for state in order), flush=True)
+    for path, state in states.items():
+        if state == 'running':
+            print(f'  running: {path}, at step {max((entry["step"] for entry in read_log(path)), default=0)}')
+        elif state == 'failed':
+            print(f'  failed: {path}, see {path.parent / "logs" / path.name}.log')
+
+
+def read_log(path):
+    """
+    The lines of a run's log as dicts. What follows the last line break is half a line, and is left out; a
+    damaged line before that is left out too, and named.
+    """
+    log, entries = path / 'log.jsonl', []
+    whole = log.read_text(errors='replace').rpartition('\n')[0] if log.exists() else ''
+    for i, line in enumerate(whole.splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            entry['step'] + entry.get('loss', 0) + entry.get('lr', 0)  # these three have to be numbers
+            entries.append(entry)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            print(f'{log} line {i} is damaged and left out', flush=True)
+    return entries
+
+
+def training_curve(path):
+    """
+    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame: the learning rate as
+    lr_step, and lr_sum, the sum of the learning rates so far, taken as linear between log lines.
+    """
+    log = pd.DataFrame([entry for entry in read_log(path) if 'lr' in entry]).rename(columns={'lr': 'lr_step'})
+    if log.empty:
+        return log
+    mean_lr = (log.lr_step + log.lr_step.shift(fill_value=log.lr_step[0])) / 2
+    log['lr_sum'] = (log.step.diff().fillna(log.step[0]) * mean_lr).cumsum()
+    return log[::-1][::math.ceil(len(log) / CURVE_POINTS)][::-1]  # the last line is always there
+
+
+def diverged(curve, test_loss, init_loss):
+    """
+    Whether a run diverged, from its log (columns step, loss, lr_step) -> (1, 0, or NaN for unknown; since
+    which step, or NaN). It did if a loss is not finite, if it ends no better than it began, or if the median
+    training loss of a window after warm-up is more than MARGIN above that of an earlier one or the loss at
+    initialisation. A window is 1 / WINDOWS of the log, but at least LINES lines; it takes three to say no.
+    """
+    if not math.isfinite(test_loss):
+        return 1, math.nan
+    after = curve[curve.step > curve.step[curve.lr_step.fillna(0).idxmax()]] if len(curve) else curve
+    n = min(WINDOWS, len(after) // LINES)
+    if n:
+        window = np.arange(len(after)) * n // len(after)
+        medians = after.groupby(window).agg({'step': 'first', 'loss': 'median'})
+        risen = medians.loss - medians.loss.cummin().clip(upper=init_loss) > MARGIN
+        if risen.any():
+            return 1, medians.step[risen.idxmax()]
+    return 1 if test_loss >= init_loss else 0 if n >= 3 else math.nan, math.nan
+
+
+# --------------------------------------------------------------------------------------------------
+# csv files
+
+
+def results(folders):
+    """The result.json of finished runs. UserError for one that cannot be a line of results.csv."""
+    found = {folder / 'result.json': read_json(folder / 'result.json') for folder in folders}
+    words = [['' if row.get(name) is None else str(row[name]) for name in COLUMNS] for row in found.values()]
+    parse(pd.DataFrame(words, list(found), COLUMNS, dtype=str), REQUIRED)
+    return list(found.values())
+
+
+def write_csv(path, rows):
+    """Whole numbers without a point, unknown ones empty; but a test loss that is not finite is nan."""
+    rows = rows.convert_dtypes()
+    if 'test_loss' in rows:
+        rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')
+    write_atomic(path, lambda file: rows.to_csv(file, index=False), mode='w')
+
+
+def read_csv(path, required, columns):
+    """These columns of a csv, as `parse` returns them. UserError if it is not such a csv."""
+    try:
+        cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig').fillna('')
+    except Exception as error:  # of any kind, since the file may hold anything
+        raise UserError(f'{path}: not readable as csv ({error})') from error
+    missing = ', '.join(column for column in required if column not in cells)
+    check(not missing, f'{path}: no column {missing}; the first line should name the columns')
+    check(isinstance(cells.index, pd.RangeIndex),  # of a cell too many pandas makes an index
+          f'{path}: a line has more cells than the first line, which should name the columns')
+    twice = ', '.join(column for column in columns if f'{column}.1' in cells)  # pandas' name for the second
+    check(not twice, f'{path}: column {twice} is there twice')
+    cells.index = [f'{path} line {i}' for i, _ in enumerate(cells.index, 2)]
+    return parse(cells.reindex(columns=columns, fill_value=''), required)
+
+
+def parse(cells, required):
+    """
+    A DataFrame of words, whose index says where they are from -> words in the columns of TEXT, numbers in the
+    others, NaN for an empty cell and what is not finite or beyond 1e30. UserError for the first wrong cell.
+    """
+    def refuse(column, right, should):
+        if not right.all():
+            raise UserError(f'{right.idxmin()}: {column} should be {should}')
+    cells = cells.apply(lambda column: column.str.strip())
+    for column in cells:
+        words = cells[column]
+        refuse(column, (words != '') | (column not in required), 'there')
+        if column not in TEXT:
+            words = words.str.lower().replace({'': 'nan', 'true': '1', 'false': '0'})
+            refuse(column, pd.to_numeric(words, errors='coerce').notna() | (words == 'nan'), 'a number')
+            numbers = words.map(float).astype(float)  # with all bits, unlike to_numeric
+            cells[column] = numbers.where(numbers.abs() < 1e30)
+    for should, (names, is_right) in SHOULD.items():
+        for column in cells.columns.intersection(names):
+            unknown = cells[column].isna() & (column not in required)
+            refuse(column, is_right(cells[column]) | unknown, should)
+    return cells
+
+
+def base_method(method):
+    """The method that a name such as z_loss+center10 (z_loss, with --center_every=10) begins with."""
+    return method.partition('+center')[0]
+
+
+def name_of(method):
+    """What tables and figures call a method."""
+    base, beside, every = method.partition('+center')
+    words = paper.NAMES.get(base, base)
+    words += ' + centering' if beside and base != 'mu_centering' else ''
+    return words + (f' every {every}' if beside and every != '1' else '')
+
+
+def variant(method, lam):
+    """The method's name and its λ, of which the method's default needs no mention."""
+    default = METHODS.get(base_method(method)) or 1e-4
+    return name_of(method) + ('' if pd.isna(lam) or lam == default else f' λ={lam:g}')
+
+
+def identify(rows):
+    """Fills in what an empty cell of SETTINGS means, adds the column variant, and sorts as the paper does."""
+    rows = rows.replace({'rounded': {'': ALL}}).fillna(DEFAULTS)
+    base = rows.method.map(base_method)
+    default = base.map(METHODS).astype(float)
+    no_lam = default.isna() & base.isin(METHODS)  # whatever the csv says
+    rows['lam'] = rows.lam.fillna(default).mask(no_lam)
+    words = [variant(*row) for row in zip(rows.method, rows.lam, strict=True)]
+    rows['variant'] = pd.Series(words, rows.index, dtype=str)
+    rank = {known: f'{i:02}' for i, known in enumerate((*SIZES, *METHODS))}
+    order = rows.assign(size=rows['size'].map(lambda size: rank.get(size, '99') + size),
+                        method=rows.method.map(lambda method: rank.get(base_method(method), '99') + method))
+    by = ['weight_tying', 'size', 'method', 'lam', 'lr', 'mu_shift', 'rounded', 'seed']
+    return rows.loc[order.sort_values(by, na_position='first').index].reset_index(drop=True)
+
+
+def complete(runs, curves):
+    """
+    Fills in what follows from a run's size, schedule and log, and adds capped_loss, the test loss, or that at
+    initialisation if it is lower or the test loss is not finite, and offset, the root mean square over
+    positions of their mean logit, which is what bf16 has to round.
+    """
+    for i, column in enumerate(('init_loss', 'n_params')):
+        known = runs['size'].map({size: facts[i] for size, facts in PUBLISHED.items()})
+        runs[column] = runs[column].fillna(known)
+    # by default a warm-up over 5% of the steps, then a cosine to 1e-5
+    runs['lr_sum'] = runs.lr_sum.fillna(runs.steps * (0.05 * runs.lr + 0.95 * (runs.lr + 1e-5)) / 2)
+    logs = dict(list(curves.groupby(KEY)))
+    for i, run in runs[runs.diverged.isna()].iterrows():
+        found = diverged(logs.get(tuple(run[KEY]), curves[:0]), run.test_loss, run.init_loss)
+        runs.loc[i, ['diverged', 'diverged_step']] = found
+    return runs.assign(capped_loss=np.fmin(runs.test_loss, runs.init_loss),
+                       offset=np.hypot(runs.logit_mean, runs.logit_mean_spread))
+
+
+def read(path):
+    """
+    A csv of runs -> (runs, curves, distributions, settings). The others are empty, unless it is a results.csv
+    that has them beside it; settings are a dict name -> the values that the runs have.
+    """
+    path = Path(path)
+
+    def beside(name, columns):
+        file, columns = path.parent / name, [*SETTINGS, *columns]
+        there = path.name == 'results.csv' and file.exists()
+        return identify(read_csv(file, REQUIRED[:4], columns) if there else
+                        parse(pd.DataFrame(columns=columns, dtype=str), []))
+    runs = identify(read_csv(path, REQUIRED, COLUMNS))
+    check(len(runs), f'{path}: it has no runs, only a first line')
+    for _, twice in runs[runs.duplicated(KEY)].iterrows():
+        raise UserError(f'{path}: the same run is there twice: ' + ', '.join(f'{k}={twice[k]}' for k in KEY))
+    curves = beside('curves.csv', CURVE)
+    curves['offset'] = np.hypot(curves.logit_mean.astype(float), curves.logit_mean_spread.astype(float))
+    runs = complete(runs, curves)
+    spread, file = beside('distributions.csv', ['quantity', *SUMMARY]), path.parent / 'settings.json'
+    settings = read_json(file) if path.name == 'results.csv' and file.exists() else {}
+    check(all(isinstance(values, list) for values in settings.values()),
+          f'{file}: each setting should have a list of values')
+    return runs, curves, spread.merge(runs[[*KEY, 'diverged']]), settings

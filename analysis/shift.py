@@ -1,0 +1,103 @@
+"""
+What a shifted mean costs: tables of runs with --mu_shift, which adds one vector to every output embedding
+before training. In exact arithmetic that changes nothing (Fact 2), so what it costs is rounding.
+"""
+import pandas as pd
+
+from analysis import paper
+from analysis.runs import ALL
+from analysis.tables import SYMBOLS, usual
+from model import SUBSETS
+
+SETTING = ['size', 'weight_tying', 'lr']
+WITHOUT = 'baseline without any rounding'
+
+
+def shifted(runs):
+    """
+    The runs of each size, tying, learning rate and variant that has one with a shifted mean, and the columns
+    loss (that at initialisation if the test loss is not finite), excess (the loss minus the mean loss without
+    a shift, of the same variant or else of the baseline) and label (the variant or WITHOUT; '' if only some
+    roundings are on).
+    """
+    rows = runs[runs.groupby([*SETTING, 'variant']).mu_shift.transform('max') > 0].copy()
+    rows['loss'] = rows.test_loss.fillna(rows.init_loss)
+    rows['own'] = usual(rows).loss
+    rows['baseline'] = rows.own[rows.method == 'baseline']
+    origin = rows.groupby([*SETTING, 'variant']).own.transform('mean')
+    rows['excess'] = rows.loss - origin.fillna(rows.groupby(SETTING).baseline.transform('mean'))
+    without = (rows.method == 'baseline') & (rows.rounded == 'none')
+    return rows.assign(label=rows.variant.where(rows.rounded == ALL, '').mask(without, WITHOUT))
+
+
+def over_seeds(values, form):
+    """The mean over the seeds and, if there are several, [the lowest, the highest]."""
+    mean, low, high = (format(x, form) for x in (values.mean(), values.min(), values.max()))
+    return mean + (f' [{low}, {high}]' if len(values) > 1 else '')
+
+
+def cost_table(rows, where):
+    """The test loss of each method at each norm that was added."""
+    cells = rows[rows.label != ''].groupby(['mu_shift', 'label']).loss.agg(over_seeds, '.3f').unstack(0)
+    cells = cells.loc[[label for label in rows.label.unique() if label]].fillna('-')
+    cells.columns = [f'norm {norm:g}' for norm in cells]
+    return dict(
+        title=f'The cost of a shifted mean, {where}', where='',
+        rows=cells.rename_axis('method').reset_index(),
+        says='Test loss if a vector of this norm is added to every output embedding before training, which '
+             'changes nothing in exact arithmetic (Fact 2). Mean over the seeds [lowest, highest]; a loss '
+             'that is not finite counts as that at initialisation.')
+
+
+def rounding_table(rows, where):
+    """The baseline's test loss and mean logit by which roundings are on."""
+    rows = rows[(rows.method == 'baseline') & rows.mu_shift.isin(rows.mu_shift[rows.rounded != ALL])]
+    lines = []
+    for subset in SUBSETS:
+        line = {'rounded to bf16': subset.replace(',', ', ')}
+        for norm, part in rows[rows.rounded == subset].groupby('mu_shift'):
+            line[f'loss at norm {norm:g}'] = over_seeds(part.loss, '.3f')
+            line[f'logit mean at {norm:g}'] = over_seeds(part.logit_mean, '+.0f')
+        lines += [line] if len(line) > 1 else []
+    return dict(
+        title=f'Which rounding costs what, {where}', where='', rows=pd.DataFrame(lines).fillna('-'),
+        says='The baseline by what is rounded: the operands h and E of the logits, the logits, and their '
+             'gradient. Test loss and final mean logit, each the mean over the seeds [lowest, highest].')
+
+
+def mean_logit_table(rows, where):
+    """The baseline's runs beside the published baselines by mean logit, which is what bf16 has to round."""
+    ours = rows[rows.label.isin(['baseline', WITHOUT]) & (rows.mu_shift > 0)].copy()
+    ours['run'] = [f'{r.label}, norm {r.mu_shift:g}, seed {r.seed:g}' for r in ours.itertuples()]
+    theirs = paper.DRIFT.assign(run=[f'the paper, {r.size}, lr {r.lr}' for r in paper.DRIFT.itertuples()])
+    both = pd.concat([ours, theirs[theirs.offset > 30]]).sort_values('offset')
+    return dict(
+        title=f'What a mean logit costs, {where}', where='',
+        rows=pd.DataFrame({'run': both.run, SYMBOLS['mu_norm']: both.mu_norm.map('{:,.0f}'.format),
+                           SYMBOLS['offset']: both.offset.map('{:,.0f}'.format),
+                           'loss': both.excess.map('{:+.3f}'.format)}),
+        says='What BF16 rounds are the logits: the cost to the baseline follows their mean. Loss: the test '
+             'loss minus that without a shift; of a published run, minus that of μ-centering at the same '
+             'learning rate, and its mean logit is the mean over positions instead of the rms.')
+
+
+def shift_tables(runs):
+    """For each size, tying and learning rate with a shifted mean: what it costs, when, by what rounding."""
+    for (size, tying, lr), rows in shifted(runs).groupby(SETTING, sort=False):
+        where = f'{size} {("untied", "tied")[int(tying)]}, lr {lr:g}'
+        yield cost_table(rows, where)
+        if ((rows.label == 'baseline') & rows.offset.notna()).any():
+            yield mean_logit_table(rows, where)
+        if (rows.rounded[rows.method == 'baseline'] != ALL).any():
+            yield rounding_table(rows, where)
+
+
+def sentence(runs):
+    """The test loss of each method at the largest norm that was added, or '' without such runs."""
+    lines = []
+    for (size, _, lr), rows in shifted(runs).groupby(SETTING, sort=False):
+        rows = rows[(rows.label != '') & (rows.mu_shift == rows.mu_shift.max())]
+        losses = rows.groupby('label', sort=False).loss.agg(over_seeds, '.2f')
+        lines.append(f'Test loss of {size}, lr {lr:g}, if a vector of norm {rows.mu_shift.max():g} was added '
+                     f'to all output embeddings: {", ".join(map(" ".join, losses.items()))}.')
+    return ' '.join(lines)
