@@ -33,13 +33,10 @@ def refused(call, *named, status=2):
 
 
 def links(folder):
-    """
-    Fills a folder with links to the project's files: a checkout in which a sweep writes nothing of the
-    user's.
-    """
+    """Fills a folder with links to the programs: a checkout whose out/ and results/ are not the user's."""
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(ROOT):
-        if name.endswith(('.py', '.sh', '.html')):
+        if name == 'analysis' or name.endswith(('.py', '.sh', '.html')):
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     return folder
 
