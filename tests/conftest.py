@@ -33,10 +33,7 @@ def refused(call, *named, status=2):
 
 
 def links(folder):
-    """
-    Fills a folder with links to the project's files: a checkout in which a sweep writes nothing of the
-    user's.
-    """
+    """Fills a folder with links to the programs: a checkout whose out/ and results/ are not the user's."""
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(ROOT):
         if name.endswith(('.py', '.sh')) or name == 'analysis':

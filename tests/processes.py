@@ -20,9 +20,8 @@ STARTED = []
 
 def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=None):
     """
-    Starts main(argv) as a program in a process and returns the process. Its errors go to the file
-    `stderr`, `env` is added to its environment, `file_limit` is the most bytes that a file may have
-    (writing more fails as it does on a full disk, for root as well), `prepare` () is called in it first.
+    Starts main(argv) as a program in a process: errors go to the file `stderr`, `env` joins its environment,
+    a file takes `file_limit` bytes at most and then fails as on a full disk, `prepare` () comes first.
     """
     started = START.Process(target=in_process, args=(main, argv, str(stderr), env or {}, file_limit, prepare))
     with mock.patch.dict(os.environ, SERVER_ENV):  # the first call starts the server
@@ -52,50 +51,32 @@ def finish(started, status, seconds=120):
     assert started.exitcode == status, started.exitcode
 
 
-def wait_until(condition, pause=0.002, seconds=60):
-    """Returns once condition() holds; pause=0 asks as often as it can."""
+def wait_until(condition, seconds=60):
+    """Returns once condition() holds."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() < begin + seconds
-        if pause:
-            time.sleep(pause)
+        time.sleep(0.002)
 
 
-def stamp(path):
-    """What changes when a file is written; None where the file is missing."""
-    try:
-        return os.stat(path).st_mtime_ns, os.stat(path).st_ino
-    except FileNotFoundError:
-        return None
+def hold(path):
+    """Says that it has come here by making the file `path`, and waits until the test removes it."""
+    open(path, 'w').close()
+    wait_until(lambda: not os.path.exists(path))
 
 
 def folder_hash(folder, but=('.lock',)):
     """The hash of every file under a folder by its path in there, but for files of the names in `but`."""
-    found = {}
-    for path in glob.glob('**', root_dir=folder, recursive=True, include_hidden=True):
-        full = os.path.join(folder, path)
-        if os.path.isfile(full) and os.path.basename(path) not in but:
-            with open(full, 'rb') as file:
-                found[path] = hashlib.sha256(file.read()).hexdigest()
-    return found
+    found = {path: os.path.join(folder, path)
+             for path in glob.glob('**', root_dir=folder, recursive=True, include_hidden=True)}
+    return {path: hashlib.sha256(open(full, 'rb').read()).hexdigest() for path, full in found.items()
+            if os.path.isfile(full) and os.path.basename(path) not in but}
 
 
 def children(pid):
     """The processes that `pid` has started (Linux)."""
-    try:
-        with open(f'/proc/{pid}/task/{pid}/children') as file:
-            return [int(child) for child in file.read().split()]
-    except OSError:
-        return []
-
-
-def gone(pid):
-    """Whether a process has ended, even if nobody has waited for it yet (Linux)."""
-    try:
-        with open(f'/proc/{pid}/stat') as file:
-            return file.read().rsplit(')', 1)[1].split()[0] in 'ZX'
-    except OSError:
-        return True
+    with open(f'/proc/{pid}/task/{pid}/children') as file:
+        return [int(child) for child in file.read().split()]
 
 
 def one_line(path):
