@@ -1,7 +1,6 @@
-"""Tables as text, Markdown, LaTeX and HTML, and report.html: all on one page that needs no other file."""
+"""Tables as text, Markdown and HTML, and report.html: all on one page that needs no other file."""
 import base64
 import os
-import re
 
 import jinja2
 
@@ -12,11 +11,7 @@ TAGS = {  # bold; underlined; small and grey
     'md': {'[b]': '**', '[/b]': '**', '[u]': '<u>', '[/u]': '</u>', '[s]': '<sub>', '[/s]': '</sub>',
            '|': r'\|'},
     'html': {'[b]': '<b>', '[/b]': '</b>', '[u]': '<u>', '[/u]': '</u>', '[s]': '<small>',
-             '[/s]': '</small>'},
-    'tex': {'[b]': r'\textbf{', '[/b]': '}', '[u]': r'\underline{', '[/u]': '}',
-            '[s]': r'\textcolor{gray}{\scriptsize ', '[/s]': '}'}}
-LETTERS = {'μ': r'\mu', 'λ': r'\lambda', 'Δ': r'\Delta', 'β': r'\beta', 'ε': r'\epsilon', 'Σ': r'\Sigma',
-           '≈': r'\approx', '‖': r'\|', '√': r'\surd'}
+             '[/s]': '</small>'}}
 
 
 def tagged(words, form):
@@ -35,22 +30,6 @@ def markdown(table, form='md'):
 
 def html(table):
     return tagged(table['rows'].to_html(index=False, border=0), 'html')
-
-
-def latex(tables):
-    """The tables as a document that compiles as it is; a table of it needs the same packages and letters."""
-    lines = [r'\documentclass{article}', r'\usepackage{booktabs,graphicx,xcolor}']
-    lines += [rf'\DeclareUnicodeCharacter{{{ord(letter):04X}}}{{\ensuremath{{{code}}}}}'
-              for letter, code in LETTERS.items()]
-    lines += [r'\begin{document}']
-    for table in tables:
-        caption = re.sub(r'([%&_#$])', r'\\\1', f'{table["title"]}. {table["says"]}')
-        columns = 'l' + 'r' * (table['rows'].shape[1] - 1)
-        grid = tagged(table['rows'].to_latex(index=False, escape=True, column_format=columns), 'tex')
-        lines += [r'\begin{table}[ht]', r'\centering', rf'\caption{{{caption}}}',
-                  r'\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%', grid.strip() + '}',
-                  r'\end{table}', r'\clearpage']
-    return '\n'.join([*lines, r'\end{document}', ''])
 
 
 def write(path, text):
