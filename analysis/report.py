@@ -1,6 +1,6 @@
 """Tables as text, Markdown and HTML, and report.html: all on one page that needs no other file."""
 import base64
-import os
+from pathlib import Path
 
 import jinja2
 
@@ -10,8 +10,7 @@ TAGS = {  # bold; underlined; small and grey
     'text': {'[b]': '**', '[/b]': '**', '[u]': '_', '[/u]': '_', '[s]': '(', '[/s]': ')'},
     'md': {'[b]': '**', '[/b]': '**', '[u]': '<u>', '[/u]': '</u>', '[s]': '<sub>', '[/s]': '</sub>',
            '|': r'\|'},
-    'html': {'[b]': '<b>', '[/b]': '</b>', '[u]': '<u>', '[/u]': '</u>', '[s]': '<small>',
-             '[/s]': '</small>'}}
+    'html': {'[b]': '<b>', '[/b]': '</b>', '[u]': '<u>', '[/u]': '</u>', '[s]': '<i>', '[/s]': '</i>'}}
 
 
 def tagged(words, form):
@@ -39,11 +38,9 @@ def write(path, text):
 def write_report(out, runs, shown, all_runs, settings, notes, sentence):
     """report.html in the folder `out`: a sentence, figures and tables, the table of all runs, the rest."""
     def image(file):
-        with open(os.path.join(out, 'figures', f'{file}.png'), 'rb') as png:
-            return base64.b64encode(png.read()).decode()
-    here = os.path.dirname(os.path.abspath(__file__))
-    with open(os.path.join(here, 'report_template.html'), encoding='utf-8') as file:
-        template = jinja2.Template(file.read(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    write(os.path.join(out, 'report.html'), template.render(
-        title=os.path.basename(os.path.abspath(out)), runs=runs, shown=shown, all_runs=all_runs,
-        settings=settings, notes=notes, sentence=sentence, image=image, html=html))
+        return base64.b64encode(Path(out, 'figures', f'{file}.png').read_bytes()).decode()
+    text = Path(__file__).with_name('report_template.html').read_text(encoding='utf-8')
+    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    write(Path(out, 'report.html'), template.render(
+        title=Path(out).resolve().name, runs=runs, shown=shown, all_runs=all_runs, settings=settings,
+        notes=notes, sentence=sentence, image=image, html=html))
