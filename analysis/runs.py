@@ -178,6 +178,7 @@ def parse(cells, required):
         if not right.all():
             raise UserError(f'{right.idxmin()}: {column} should {should}')
     cells = cells.apply(lambda column: column.str.strip())
+    unknown = cells.isin(['', 'nan'])
     for column in cells:
         words = cells[column]
         refuse(column, (words != '') | (column not in required), 'not be empty')
@@ -188,8 +189,8 @@ def parse(cells, required):
             cells[column] = numbers.where(numbers.abs() < 1e30)
     for should, (names, is_right) in SHOULD.items():
         for column in cells.columns.intersection(names):
-            unknown = cells[column].isna() & (column not in required)
-            refuse(column, is_right(cells[column]) | unknown, f'be {should}')
+            optional = unknown[column] & (column not in required)
+            refuse(column, is_right(cells[column]) | optional, f'be {should}')
     return cells
 
 
