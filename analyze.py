@@ -45,7 +45,7 @@ def collect(folders, results, out):
 
 
 def make_tables(every_run, settings, out):
-    """Writes lrs.csv, tables.md and tables.tex -> (rows of lrs.csv, the tables, what is left out of them)."""
+    """Writes lrs.csv and tables.md -> (rows of lrs.csv, the tables, what is left out of them)."""
     usual = tables.usual(every_run)  # runs with a shifted mean have tables of their own
     lrs, notes = tables.lrs_rows(usual)
     runs.write_csv(os.path.join(out, 'lrs.csv'), lrs.drop(columns=['variant', 'n_params']))
@@ -58,7 +58,6 @@ def make_tables(every_run, settings, out):
     print('', *(report.markdown(table, 'text') for table in shown), sep='\n')
     markdown = map(report.markdown, [*shown, tables.run_table(every_run)])
     report.write(os.path.join(out, 'tables.md'), '\n'.join(markdown))
-    report.write(os.path.join(out, 'tables.tex'), report.latex(shown))
     return lrs, shown, notes + more
 
 

@@ -45,12 +45,11 @@ def load(path):
     with sources.naming(f'--hf={path}: not a causal language model that can be read'):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype='auto', output_loading_info=True, **only)
-        if found['missing_keys']:
-            raise UserError(f'--hf={path}: its files lack {len(found["missing_keys"])} weights, such as '
-                            f'{sorted(found["missing_keys"])[0]}')
+        missing = sorted(found['missing_keys'])
+        check(not missing, f'--hf={path}: its files lack {len(missing)} weights, such as {missing[:1]}')
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        raise UserError(f'--hf={path}: its head should be a matrix without a bias')
+    check(isinstance(head, torch.nn.Linear) and head.bias is None,
+          f'--hf={path}: its head should be a matrix without a bias')
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **only)
         tokenizer = tokenizer if tokenizer('a text')['input_ids'] else None  # else it was made of no files
@@ -82,9 +81,8 @@ def head_config(path, model):
         ours = final_states(model, tokens).float() @ E.float().T
     ours = cap * torch.tanh(ours / cap) if cap else ours
     unit = 4 * torch.finfo(E.dtype).eps if E.dtype != torch.float32 else 1e-4
-    if not torch.allclose(ours, theirs, rtol=0, atol=unit * theirs.abs().max().item()):
-        raise UserError(f'--hf={path}: its logits are not those of its output embeddings and final hidden '
-                        'states; something between them is not understood')
+    check(torch.allclose(ours, theirs, rtol=0, atol=unit * theirs.abs().max().item()), f'--hf={path}: its '
+          'logits are not output embedding times final hidden state; what is between is not understood')
     return GPTConfig(head_mode='soft_capping' if cap else 'baseline', cap=cap or 1.0, logits_dtype='bfloat16',
                      dtype='bfloat16' if model.device.type == 'cuda' else 'float32')
 

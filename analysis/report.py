@@ -1,7 +1,6 @@
-"""Tables as text, Markdown, LaTeX and HTML, and report.html: all on one page that needs no other file."""
+"""Tables as text, Markdown and HTML, and report.html: all on one page that needs no other file."""
 import base64
-import os
-import re
+from pathlib import Path
 
 import jinja2
 
@@ -11,12 +10,7 @@ TAGS = {  # bold; underlined; small and grey
     'text': {'[b]': '**', '[/b]': '**', '[u]': '_', '[/u]': '_', '[s]': '(', '[/s]': ')'},
     'md': {'[b]': '**', '[/b]': '**', '[u]': '<u>', '[/u]': '</u>', '[s]': '<sub>', '[/s]': '</sub>',
            '|': r'\|'},
-    'html': {'[b]': '<b>', '[/b]': '</b>', '[u]': '<u>', '[/u]': '</u>', '[s]': '<small>',
-             '[/s]': '</small>'},
-    'tex': {'[b]': r'\textbf{', '[/b]': '}', '[u]': r'\underline{', '[/u]': '}',
-            '[s]': r'\textcolor{gray}{\scriptsize ', '[/s]': '}'}}
-LETTERS = {'μ': r'\mu', 'λ': r'\lambda', 'Δ': r'\Delta', 'β': r'\beta', 'ε': r'\epsilon', 'Σ': r'\Sigma',
-           '≈': r'\approx', '‖': r'\|', '√': r'\surd'}
+    'html': {'[b]': '<b>', '[/b]': '</b>', '[u]': '<u>', '[/u]': '</u>', '[s]': '<i>', '[/s]': '</i>'}}
 
 
 def tagged(words, form):
@@ -37,22 +31,6 @@ def html(table):
     return tagged(table['rows'].to_html(index=False, border=0), 'html')
 
 
-def latex(tables):
-    """The tables as a document that compiles as it is; a table of it needs the same packages and letters."""
-    lines = [r'\documentclass{article}', r'\usepackage{booktabs,graphicx,xcolor}']
-    lines += [rf'\DeclareUnicodeCharacter{{{ord(letter):04X}}}{{\ensuremath{{{code}}}}}'
-              for letter, code in LETTERS.items()]
-    lines += [r'\begin{document}']
-    for table in tables:
-        caption = re.sub(r'([%&_#$])', r'\\\1', f'{table["title"]}. {table["says"]}')
-        columns = 'l' + 'r' * (table['rows'].shape[1] - 1)
-        grid = tagged(table['rows'].to_latex(index=False, escape=True, column_format=columns), 'tex')
-        lines += [r'\begin{table}[ht]', r'\centering', rf'\caption{{{caption}}}',
-                  r'\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%', grid.strip() + '}',
-                  r'\end{table}', r'\clearpage']
-    return '\n'.join([*lines, r'\end{document}', ''])
-
-
 def write(path, text):
     write_atomic(path, lambda file: file.write(text), mode='w')
 
@@ -60,11 +38,9 @@ def write(path, text):
 def write_report(out, runs, shown, all_runs, settings, notes, sentence):
     """report.html in the folder `out`: a sentence, figures and tables, the table of all runs, the rest."""
     def image(file):
-        with open(os.path.join(out, 'figures', f'{file}.png'), 'rb') as png:
-            return base64.b64encode(png.read()).decode()
-    here = os.path.dirname(os.path.abspath(__file__))
-    with open(os.path.join(here, 'report_template.html'), encoding='utf-8') as file:
-        template = jinja2.Template(file.read(), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    write(os.path.join(out, 'report.html'), template.render(
-        title=os.path.basename(os.path.abspath(out)), runs=runs, shown=shown, all_runs=all_runs,
-        settings=settings, notes=notes, sentence=sentence, image=image, html=html))
+        return base64.b64encode(Path(out, 'figures', f'{file}.png').read_bytes()).decode()
+    text = Path(__file__).with_name('report_template.html').read_text(encoding='utf-8')
+    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    write(Path(out, 'report.html'), template.render(
+        title=Path(out).resolve().name, runs=runs, shown=shown, all_runs=all_runs, settings=settings,
+        notes=notes, sentence=sentence, image=image, html=html))

@@ -176,20 +176,21 @@ def parse(cells, required):
     """
     def refuse(column, right, should):
         if not right.all():
-            raise UserError(f'{right.idxmin()}: {column} should be {should}')
+            raise UserError(f'{right.idxmin()}: {column} should {should}')
     cells = cells.apply(lambda column: column.str.strip())
+    unknown = cells.isin(['', 'nan'])
     for column in cells:
         words = cells[column]
-        refuse(column, (words != '') | (column not in required), 'there')
+        refuse(column, (words != '') | (column not in required), 'not be empty')
         if column not in TEXT:
             words = words.str.lower().replace({'': 'nan', 'true': '1', 'false': '0'})
-            refuse(column, pd.to_numeric(words, errors='coerce').notna() | (words == 'nan'), 'a number')
+            refuse(column, pd.to_numeric(words, errors='coerce').notna() | (words == 'nan'), 'be a number')
             numbers = words.map(float).astype(float)  # with all bits, unlike to_numeric
             cells[column] = numbers.where(numbers.abs() < 1e30)
     for should, (names, is_right) in SHOULD.items():
         for column in cells.columns.intersection(names):
-            unknown = cells[column].isna() & (column not in required)
-            refuse(column, is_right(cells[column]) | unknown, should)
+            optional = unknown[column] & (column not in required)
+            refuse(column, is_right(cells[column]) | optional, f'be {should}')
     return cells
 
 

@@ -111,9 +111,8 @@ def of_model(gpt, windows):
 
 def of_run(folder):
     """
-    What of_model says of a finished run's model over the first POSITIONS of its test windows. It is kept in
-    the run's analysis.json, which counts while it is newer than the model and the code behind it. UserError
-    if the model cannot be read.
+    What of_model says of a finished run, over the first POSITIONS of its test text. It is kept in the run's
+    analysis.json, which counts while it is newer than the model and the code behind it.
     """
     path, kept = Path(folder, 'model.pt'), Path(folder, 'analysis.json')
     behind = [Path(file).stat().st_mtime for file in (path, __file__, model.__file__) if Path(file).exists()]
