@@ -91,7 +91,7 @@ def compare(contestants, n_tokens, seconds, device):
                      f'time / {next(iter(found))}': f'{np.median(times[:, i] / times[:, 0]):.3f}',
                      'extra MiB': f'{memory / 2**20:,.0f}', 'loss': f'{loss:.4f}'})
     table = tabulate(rows, 'keys', 'github', disable_numparse=True, colalign=['left'] + ['right'] * 5)
-    print(f'{len(times)} turns\n\n{table}', flush=True)
+    print(f'\n{table}\n\n{len(times)} turns', flush=True)
 
 
 def training_step(config, method, args, device):
@@ -190,7 +190,7 @@ def main(argv=None):
             contestants = {method: partial(training_step, config, method, args, device)
                            for method, config in configs.items()}
         print(f'\n{size}, {what}: {sequences} x {args.block_size} tokens, V = {V:,}, {args.dtype}, logits '
-              f'{args.logits_dtype}', end=', ')
+              f'{args.logits_dtype}')
         compare(contestants, sequences * args.block_size, args.seconds, device)
 
 
