@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import plots, report, runs, shift, statistics, tables, theory
-from common import check, lock_folder, make_folder, number, parse_args, read_json, run, write_json
+from common import check, lock_folder, number, parse_args, read_json, run, write_json
 
 
 def collect(folders, results, out):
@@ -116,7 +116,6 @@ def main(argv=None):
     out = args.out or os.path.join('results', source.resolve().name)
 
     # what is made of it
-    make_folder(out)
     with lock_folder(out, wait=True):
         shown, every_run, all_runs, settings, sentence = [], [], None, {}, ''
         if methods:

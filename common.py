@@ -41,9 +41,7 @@ def run(main):
 
 def parse_args(parser, argv):
     """parser.parse_args, but it raises UserError where argparse would print two lines and exit."""
-    def fail(message):
-        raise UserError(message)
-    parser.error = fail
+    parser.error = lambda message: check(False, message)
     return parser.parse_args(argv)
 
 
@@ -104,26 +102,20 @@ def read_json(path):
     return value
 
 
-def make_folder(path):
-    """os.makedirs that raises UserError where the folder cannot be made."""
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise UserError(f'cannot make the folder {path}: {error.strerror}') from error
-
-
 def lock_folder(path, wait=False):
     """
-    Takes the folder for this process and returns the open lock file: the lock goes when that is closed or
-    the process ends, however it ends. While another process has it, raises UserError (status 3) or waits.
+    Makes the folder, takes it for this process and returns the open lock file: the lock goes when that is
+    closed or the process ends, however it ends. While another process has it, raises UserError (status 3) or
+    waits; UserError too where the folder cannot be made or written.
     """
     try:
+        os.makedirs(path, exist_ok=True)
         file = open(os.path.join(path, '.lock'), 'a')
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         raise UserError(f'{path}: another process is working in this folder', status=3) from error
     except OSError as error:
-        raise UserError(f'cannot write in the folder {path}: {error.strerror}', status=1) from error
+        raise UserError(f'cannot write in the folder {path}: {error.strerror}') from error
     return file
 
 

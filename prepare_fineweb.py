@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import sources
-from common import UserError, check, lock_folder, make_folder, number, parse_args, read_json, run, write_json
+from common import UserError, check, lock_folder, number, parse_args, read_json, run, write_json
 from data import read_shard, write_shard
 
 PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in our shard format, 100M in each shard
@@ -333,7 +333,6 @@ def main(argv=None):
         texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
         encode = functools.partial(encode_gpt2, load_gpt2()) if args.tokenizer == 'gpt2' else encode_bytes
 
-    make_folder(args.out)
     meta_path, tokenizer_path = (os.path.join(args.out, name) for name in ('meta.json', 'tokenizer.json'))
     with lock_folder(args.out):
         check(stored_meta(args, settings, fresh) == found,

@@ -20,7 +20,7 @@ import sources
 from analysis import plots, report
 from analysis.runs import write_csv
 from analysis.statistics import TINY, statistics, summary
-from common import UserError, check, lock_folder, make_folder
+from common import UserError, check, lock_folder
 from head import chunked_head
 from model import GPTConfig
 
@@ -267,7 +267,6 @@ def main(args):
         measured['name'] = args.hf
     values = {name: values for name, (_, values) in zip(measured.name, results, strict=True)}
     table = table_of(measured)
-    make_folder(out)
     with lock_folder(out, wait=True):
         write_csv(os.path.join(out, 'models.csv'), measured)
         figure = plots.save(plots.histograms(values), out, 'distributions', 'Distributions', 'Section 3',

@@ -27,7 +27,6 @@ import common
 def main(argv):
     flags = dict(flag[2:].split('=', 1) for flag in argv if '=' in flag)
     out, name = flags['out'], os.path.basename(flags['out'])
-    common.make_folder(out)
     with common.lock_folder(out):
         if os.path.exists(out + '/result.json'):
             return 0
