@@ -9,8 +9,7 @@ standard library, which needs no network and is what the demo and the proxy grid
 
 The val shard comes first, then the train shards. Every shard is written whole or not at all, and meta.json
 says how much of the text has been used, so the same command resumes where it was stopped. Of FineWeb and of
-published shards the files that are taken lie evenly spread over the dataset, as it was at one commit, which
-meta.json keeps.
+published shards the files that are taken lie evenly spread over the dataset, at the commit in meta.json.
 """
 import argparse
 import collections
