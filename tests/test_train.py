@@ -1,38 +1,31 @@
-"""One training run: what it leaves, logs and reports; signals, --init_from, --compile, and forks."""
+"""One training run: what it leaves, logs and reports, what it starts from, what a fork may add."""
 import functools
-import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
-import subprocess
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import analyze
-import checkpoint
 import common
 import data
 import model
 import train
-from conftest import ENV, ROOT, refused
-from model import GPT, METHODS, gpt_config
-from processes import finish, one_line, process, wait_until
-from runs import (
-    SMALL,
-    assert_same,
-    fitting,
-    load,
-    log_of,
-    ranks,
-    result_of,
-    signal_at_step,
-    sigterm_to_rank_1,
-)
+from conftest import refused
+from model import GPT, gpt_config
+from processes import finish, folder_hash, process
+from runs import SMALL, assert_same, load, log_of, result_of, signal_at_step
+
+LONG = (*SMALL, '--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
+        '--eval_every=20', '--ckpt_every=7', '--keep_every=30')
+COLUMNS = '''method size n_params weight_tying lam cap lr seed steps logits_dtype init_loss test_loss diverged
+    diverged_step mu_norm lr_sum train_seconds tokens_per_second device mu_shift rounded'''
 
 
 @pytest.fixture
@@ -45,10 +38,6 @@ def trained(corpus, tmp_path):
     return train_one
 
 
-LONG = (*SMALL, '--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
-        '--eval_every=20', '--ckpt_every=7', '--keep_every=30')
-
-
 @pytest.fixture(scope='module')
 def whole(corpus, tmp_path_factory):
     """An uninterrupted run of LONG: its folder."""
@@ -57,38 +46,42 @@ def whole(corpus, tmp_path_factory):
     return out
 
 
-# --------------------------------------------------------------------------------------------------
-# what a run leaves
+@pytest.fixture(scope='module')
+def stopped(corpus, tmp_path_factory):
+    """LONG, stopped at step 25: its folder, with a ckpt.pt."""
+    out = str(tmp_path_factory.mktemp('runs') / 'stopped')
+    stop = functools.partial(signal_at_step, signal.SIGTERM, 25)
+    finish(process(train.main, [*LONG, f'--data={corpus}', f'--out={out}'], prepare=stop), 143)
+    return out
 
 
 def test_a_run_leaves_what_the_design_says(whole):
     files = ['.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_30.pt', 'model_60.pt', 'result.json']
     assert sorted(os.listdir(whole)) == files
-    log, result = log_of(whole), result_of(whole)
-    config = common.read_json(os.path.join(whole, 'config.json'))
+    log, result, saved = log_of(whole), result_of(whole), load(whole)
     assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 61, 5)]
     assert [e['step'] for e in log if 'test_loss' in e] == [0, 20, 40, 60]
     with open(os.path.join(whole, 'log.jsonl')) as file:
         first = json.loads(file.readlines()[1])
-    assert ' '.join(first) == ('step loss reg lr grad_norm mu_norm logit_mean logit_mean_spread logit_std '
-                               'logit_absmax logit_max gradient_sum tokens_per_second mfu elapsed')
-    assert set(result) <= set(analyze.COLUMNS) and result['steps'] == 60 and result['lam'] == 1e-4
+    assert set(first) == set('step loss reg lr grad_norm mu_norm logit_mean logit_mean_spread logit_std '
+                             'logit_absmax logit_max gradient_sum tokens_per_second mfu elapsed'.split())
+    assert set(result) == set(COLUMNS.split()) and result['steps'] == 60 and result['lam'] == 1e-4
     assert result['diverged'] is None and result['diverged_step'] is None
-    assert result['init_loss'] == pytest.approx(math.log(320), abs=0.3)
-    assert result['test_loss'] < result['init_loss'] - 1
+    assert result['init_loss'] == pytest.approx(math.log(320), abs=0.3) == log[0]['test_loss']
+    assert result['test_loss'] == log[-1]['test_loss'] < result['init_loss'] - 1
     args = train.parser().parse_args(['--lr=3e-2', '--steps=60', '--warmup=3'])
     assert result['lr_sum'] == pytest.approx(sum(train.learning_rate(i, args) for i in range(60)))
-    saved = load(whole)
-    assert set(saved) == {'model', 'step', 'config'} and saved['step'] == 60 and saved['config'] == config
+    assert set(saved) == {'model', 'step', 'config'} and saved['step'] == 60
+    assert saved['config'] == common.read_json(os.path.join(whole, 'config.json'))
     mu = saved['model']['lm_head.weight'].mean(dim=0)
-    assert result['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6)
+    assert result['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6) == log[-2]['mu_norm']
 
 
 def test_test_loss_is_over_exactly_the_tokens_asked_for(whole, corpus):
     saved = load(whole)
     gpt = GPT(gpt_config(saved['config']))
     gpt.load_state_dict(saved['model'])
-    tokens = np.concatenate(data.load_shards(corpus, 'val'))[:257].astype(np.int64)
+    tokens = data.read_shard(f'{corpus}/stdlib_val_000000.bin')[:257].astype(np.int64)
     windows = torch.from_numpy(tokens).unfold(0, 33, 32)
     assert windows.shape == (8, 33)  # 256 test tokens
     with torch.no_grad():
@@ -106,198 +99,151 @@ def test_reported_loss_is_the_bare_cross_entropy(trained):
     assert first['baseline']['reg'] == 0 and first['mu_loss']['reg'] > 0.01 and first['z_loss']['reg'] > 1000
 
 
-def test_logits_dtype_reaches_the_model(trained):
-    losses = {dtype: log_of(trained(dtype, '--steps=1', f'--logits_dtype={dtype}'))[1]['loss']
-              for dtype in ('bfloat16', 'float32')}
-    assert losses['bfloat16'] != losses['float32']
-
-
-def test_the_published_shape_runs_on_a_cpu(trained):
-    out = trained('run', '--size=16M', '--n_layer=6', '--n_embd=224', '--steps=2', '--batch_size=1')
-    assert result_of(out)['n_params'] == 15572480
-    assert result_of(out)['init_loss'] == pytest.approx(10.83, abs=0.05)
-
-
 def test_compile_gives_the_same_losses(trained):
     flags = ('--method=soft_capping', '--steps=3', '--lr=1e-3')
     for a, b in zip(log_of(trained('a', *flags)), log_of(trained('b', *flags, '--compile')), strict=True):
         assert a == {k: pytest.approx(v, rel=1e-3, abs=1e-3) for k, v in b.items()}
 
 
-def test_the_log_is_cut_back_to_the_checkpoint(tmp_path):
-    """Lines after it go, half a line goes, and so does the final test loss, which is measured again."""
-    lines = ['{"step": 0, "test_loss": 6}', '{"step": 5, "loss": 5}', '{"step": 5, "test_loss": 5}',
-             '{"step": 10, "loss": 4}', '{"step": 10, "test_loss": 4}']
-    for step, steps, kept in ((None, 10, 0), (5, 10, 3), (7, 10, 3), (10, 20, 5), (10, 10, 4)):
-        folder = tmp_path / f'{step}-{steps}'
-        folder.mkdir()
-        (folder / 'log.jsonl').write_text('\n'.join(lines) + '\n{"step": 1')
-        checkpoint.Run(str(folder), {'steps': steps, 'wandb': None}, master=True).begin(step)
-        assert (folder / 'log.jsonl').read_text().splitlines() == lines[:kept]
+@pytest.mark.parametrize('lr, method, dtype, head', [
+    ('1e30', 'baseline', 'float32', 'plain'), ('1e32', 'mu_centering', 'float32', 'chunked'),
+    ('1e30', 'weight_decay', 'bfloat16', 'chunked'), ('1e10', 'soft_capping', 'float32', 'chunked'),
+    ('1e32', 'z_loss', 'float64', 'chunked')])
+def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(trained, lr, method, dtype, head):
+    """As far as --lr goes."""
+    out = trained('run', f'--lr={lr}', f'--method={method}', f'--dtype={dtype}', f'--logits_dtype={dtype}',
+                  f'--head={head}', '--lam=1', '--warmup=0', '--steps=30', '--log_every=10')
+    result, saved = result_of(out), load(out)
+    assert all(bool(torch.isfinite(w).all()) for w in saved['model'].values())
+    assert result['diverged'] == 1 and math.isnan(result['test_loss'])
+    assert 0 < result['diverged_step'] == saved['step'] + 1 <= 30
+    assert not os.path.exists(os.path.join(out, 'ckpt.pt'))
+    if method == 'baseline':  # one update was made, then none; the host sees that at step 10
+        assert saved['step'] == 1 and result['lr_sum'] == float(lr) and log_of(out)[-2]['step'] == 10
 
 
-NOT_FINITE = (('1e30', 'baseline', 'float32', 'plain'), ('9e32', 'mu_centering', 'float32', 'chunked'),
-              ('1e30', 'weight_decay', 'bfloat16', 'chunked'), ('1e10', 'soft_capping', 'float32', 'chunked'),
-              ('9e32', 'z_loss', 'float64', 'chunked'))
+def test_the_time_left_is_that_of_the_steps_left(trained, monkeypatch, capsys):
+    """By a clock on which a step takes 100 s and an evaluation 10,000 s."""
+    clock = [0.0]
+
+    def taking(seconds, real):
+        def call(*args):
+            clock[0] += seconds
+            return real(*args)
+        return call
+    monkeypatch.setattr(train, 'time', SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(train, 'train_step', taking(100, train.train_step))
+    monkeypatch.setattr(train, 'evaluate', taking(10_000, train.evaluate))
+    out = trained('run', '--steps=60', '--log_every=20', '--eval_every=10')
+    assert re.findall(r'([0-9]+:[0-9:]+) left', capsys.readouterr().out) == [
+        '1:38:20', '1:06:40', '0:33:20', '0:00:00']
+    result = result_of(out)
+    assert result['tokens_per_second'] == 4 * 32 / 100 and result['train_seconds'] == 60 * 100 + 7 * 10_000
 
 
-def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(corpus, tmp_path):
-    """As far as --lr goes, and without a word on stderr."""
-    for lr, method, dtype, head in NOT_FINITE:
-        out, errors = str(tmp_path / method), tmp_path / 'stderr'
-        flags = [*SMALL, f'--lr={lr}', f'--method={method}', f'--dtype={dtype}', f'--head={head}', '--lam=1',
-                 '--warmup=0', '--steps=30', '--log_every=10', f'--data={corpus}', f'--out={out}']
-        finish(process(train.main, flags, stderr=errors), 0)
-        result, saved = result_of(out), load(out)
-        assert errors.read_text() == '' and not os.path.exists(os.path.join(out, 'ckpt.pt'))
-        assert all(bool(torch.isfinite(w).all()) for w in saved['model'].values()), method
-        assert result['diverged'] == 1 and 0 < result['diverged_step'] <= 30
-        assert math.isnan(result['test_loss'])
-        if method == 'baseline':  # one update was made, then none; the host sees that at step 10
-            assert result['diverged_step'] == 2 and saved['step'] == 1 and result['lr_sum'] == float(lr)
-            assert log_of(out)[-2]['step'] == 10
+def test_centering_beside_any_method_has_its_name_and_its_steps(trained):
+    for flags, label, centered in (
+            (['--method=z_loss', '--center_every=1'], 'z_loss+center1', [True] * 4),
+            (['--method=baseline', '--center_every=2'], 'baseline+center2', [False, True] * 2),
+            (['--method=mu_centering', '--center_every=10'], 'mu_centering+center10', [False] * 4),
+            (['--method=mu_centering'], 'mu_centering', [True] * 4)):
+        log, args = log_of(trained(label, *flags, '--steps=4')), train.parser().parse_args(flags)
+        assert [e['mu_norm'] < 1e-6 for e in log[1:-1]] == centered
+        assert train.label(args) == label and f'-{label}-l' in train.run_name(args)
 
 
-# --------------------------------------------------------------------------------------------------
-# signals
+def test_lam_for_a_method_without_one_changes_nothing(trained):
+    with_lam, without = (trained(name, '--method=soft_capping', '--steps=3', *flags)
+                         for name, flags in (('a', ['--lam=7']), ('b', [])))
+    assert_same(load(with_lam)['model'], load(without)['model'])
+    assert load(with_lam)['config']['lam'] is None is result_of(with_lam)['lam']
+    assert len({train.run_name(train.parser().parse_args(flags)) for flags in ([], ['--lam=7'])}) == 1
 
 
-def test_sigusr1_saves_and_continues_and_sigterm_stops(corpus, tmp_path):
-    out = tmp_path / 'run'
-    flags = [*SMALL, '--steps=100000', f'--data={corpus}', f'--out={out}', '--ckpt_every=0']
-    running = process(train.main, flags, prepare=functools.partial(signal_at_step, signal.SIGUSR1, 20))
-    wait_until((out / 'ckpt.pt').exists)
-    assert load(out, 'ckpt.pt')['step'] == 20
-    finish(process(train.main, flags, stderr=tmp_path / 'stderr'), 3)
-    assert 'another process' in one_line(tmp_path / 'stderr') and running.is_alive()
-    running.terminate()
-    finish(running, 143)
-    assert load(out, 'ckpt.pt')['step'] > 20
+# -------- --init_from
 
 
-def test_a_signal_to_one_rank_between_log_lines_stops_all_together(corpus, tmp_path):
-    """They agree at the next log step; torchrun resumes there."""
-    out = tmp_path / 'run'
-    flags = [*SMALL, '--steps=60', '--log_every=20', '--ckpt_every=0', f'--data={corpus}', f'--out={out}']
-    stop = functools.partial(sigterm_to_rank_1, 25)
-    for rank in ranks(2, flags, tmp_path / 'stderr', prepare=stop):
-        finish(rank, 143)
-    assert load(out, 'ckpt.pt')['step'] == 40
-    torchrun = ['torchrun', '--standalone', '--nproc_per_node=2', 'train.py', *flags]
-    done = subprocess.run(torchrun, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and 'resuming at step 40' in done.stdout, done.stderr
-    assert [e['step'] for e in log_of(out) if 'loss' in e] == [1, 20, 40, 60]
-
-
-# --------------------------------------------------------------------------------------------------
-# --init_from
-
-
-@pytest.fixture(scope='module')
-def stopped(corpus, tmp_path_factory):
-    """LONG, stopped at step 25: its folder, with a ckpt.pt."""
-    out = str(tmp_path_factory.mktemp('runs') / 'stopped')
-    stop = functools.partial(signal_at_step, signal.SIGTERM, 25)
-    finish(process(train.main, [*LONG, f'--data={corpus}', f'--out={out}'], prepare=stop), 143)
-    return out
-
-
-def test_a_deterministic_run_resumes_with_the_same_micro_batch(corpus, tmp_path):
-    """What fits follows the free memory, and a sum in another order has other bits."""
-    def run(name, *fits, status=0):
-        flags = (*SMALL, '--steps=12', '--log_every=1', '--deterministic', f'--data={corpus}')
-        prepare = functools.partial(fitting, *fits)
-        finish(process(train.main, [*flags, f'--out={tmp_path / name}'], prepare=prepare), status)
-        return load(tmp_path / name)['model'] if status == 0 else None
-    whole = run('whole', 1)
-    assert any(not torch.equal(a, b) for a, b in zip(whole.values(), run('at_once', 4).values(), strict=True))
-    run('stopped', 1, functools.partial(signal_at_step, signal.SIGTERM, 5), status=143)
-    assert_same(run('stopped', 4), whole)
-
-
-def test_what_fits_a_gpu(monkeypatch):
-    """At most 0.7 of the free memory by the estimate of the docstring, and the next divisor would not fit."""
-    config, device, found = gpt_config({'method': 'baseline', 'vocab_size': 50304}), torch.device('cuda'), {}
-    for gigabytes, head, compiled in itertools.product((8, 20, 80), ('chunked', 'plain'), (True, False)):
-        monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda _, free=gigabytes * 1e9: (free, free))
-        config.head, (of_H, of_F) = head, (31, 4.7) if compiled else (40, 8)
-        per_token = 6 * (of_H * 224 + of_F * 768) + (20 * 50304 if head == 'plain' else 0)
-        most = 0.7 * gigabytes * 1e9 / per_token / 2048
-        micro = found[gigabytes, head, compiled] = train.fitting_micro_batch(64, config, device, compiled)
-        assert 64 % micro == 0 and (micro <= most or micro == 1) and (2 * micro > most or micro == 64)
-    assert [found[8, 'chunked', True], found[8, 'chunked', False], found[80, 'plain', True]] == [32, 16, 16]
-
-
-def test_init_from_with_the_same_settings_ends_as_if_never_stopped(corpus, whole, stopped, tmp_path):
+def test_init_from_a_checkpoint_ends_as_if_never_stopped(corpus, whole, stopped, tmp_path):
     out = str(tmp_path / 'run')
     assert train.main([*LONG, f'--data={corpus}', f'--init_from={stopped}', f'--out={out}']) == 0
     assert log_of(out)[0]['step'] == 25
     assert log_of(out)[1:] == [e for e in log_of(whole) if e['step'] > 25]
     assert_same(load(out)['model'], load(whole)['model'])
-    assert common.read_json(os.path.join(out, 'config.json'))['init_from'] == stopped
+    assert result_of(out)['init_loss'] == result_of(whole)['init_loss']
 
 
 def test_init_from_with_another_method_needs_its_source_only_to_start(corpus, stopped, tmp_path):
     source = shutil.copy(os.path.join(stopped, 'ckpt.pt'), tmp_path)
     flags = [*LONG, '--method=mu_centering', '--ckpt_every=0', f'--data={corpus}', f'--init_from={source}']
+    stop = functools.partial(signal_at_step, signal.SIGKILL, 4)
+    finish(process(train.main, [*flags, f'--out={tmp_path}/killed'], prepare=stop), -signal.SIGKILL)
     assert train.main([*flags, f'--out={tmp_path}/whole']) == 0
-    killed = process(train.main, [*flags, f'--out={tmp_path}/killed'])
-    wait_until((tmp_path / 'killed' / 'ckpt.pt').exists)  # which is there from the beginning
-    killed.kill()
-    finish(killed, -signal.SIGKILL)
-    assert load(tmp_path / 'killed', 'ckpt.pt')['step'] == 25
     os.unlink(source)
     assert train.main([*flags, f'--out={tmp_path}/killed']) == 0
     log = log_of(tmp_path / 'killed')
     assert log == log_of(tmp_path / 'whole')
-    assert log[1]['step'] == 30 and log[1]['mu_norm'] < 1e-6  # centered, from its first step on
+    assert log[1]['step'] == 30 and log[1]['mu_norm'] < 1e-6
 
 
-def test_init_from_a_kept_model_and_what_cannot_work(corpus, whole, tmp_path):
-    """Without an optimizer state; the learning rate is that of the step."""
-    flags = [*LONG, '--method=coupled_adam', f'--data={corpus}', f'--out={tmp_path}/run']
-    assert train.main([*flags, f'--init_from={whole}/model_30.pt']) == 0
-    log, other = ({e['step']: e for e in log_of(run) if 'loss' in e} for run in (tmp_path / 'run', whole))
+def test_init_from_a_kept_model_says_that_adam_starts_anew(corpus, whole, stopped, tmp_path, capsys):
+    flags = [*LONG, '--method=coupled_adam', f'--data={corpus}']
+    for source, says in ((f'{whole}/model_30.pt', True), (f'{stopped}/ckpt.pt', False)):
+        assert train.main([*flags, f'--out={tmp_path}/{says}', f'--init_from={source}']) == 0
+        assert bool(re.search("^.*model_30.pt.*Adam's moments", capsys.readouterr().out, re.M)) == says
+    log, other = ({e['step']: e for e in log_of(run) if 'loss' in e} for run in (tmp_path / 'True', whole))
     assert list(log) == [35, 40, 45, 50, 55, 60] and log[35]['lr'] == other[35]['lr']
     assert abs(log[35]['loss'] - other[30]['loss']) < 0.5
+
+
+def test_init_from_what_cannot_work_writes_nothing(corpus, whole, stopped, tmp_path):
     (tmp_path / 'x.pt').write_bytes(b'not a checkpoint')
-    flags[-1] = f'--out={tmp_path}/bad'
+    flags = [*LONG, f'--data={corpus}', f'--out={tmp_path}/bad']
     for source, more, named in ((f'{tmp_path}/x.pt', '--lr=1', 'x.pt'), (tmp_path, '--lr=1', '.pt'),
-                                (whole, '--lr=1', '--steps=60'),
+                                (whole, '--lr=1', '--steps=60'), ('', '--lr=1', 'checkpoint'),
                                 (f'{whole}/model_30.pt', '--n_embd=64', 'model_30.pt')):
-        command = [*flags, f'--init_from={source}', more]
-        refused(lambda command=command: train.main(command), named)
-    assert not (tmp_path / 'bad').exists()
+        refused(lambda: train.main([*flags, f'--init_from={source}', more]), named)  # noqa: B023
+    assert os.listdir(tmp_path) == ['x.pt']
+    run = shutil.copytree(stopped, tmp_path / 'run')  # a model is no checkpoint to resume from
+    shutil.copy(f'{whole}/model_30.pt', run / 'ckpt.pt')
+    before = folder_hash(run)
+    refused(lambda: train.main([*LONG, f'--data={corpus}', f'--out={run}']), 'ckpt.pt')
+    assert folder_hash(run) == before
 
 
-# --------------------------------------------------------------------------------------------------
-# what a fork adds
+# -------- other versions, forks
 
 
-def test_a_method_whose_name_only_contains_mu_centering_does_not_center(trained, monkeypatch):
+def test_a_run_of_an_older_version_is_refused(corpus, stopped, tmp_path):
+    """A folder, and a checkpoint, whose settings do not say what format they have."""
+    old, state = shutil.copytree(stopped, tmp_path / 'old'), load(stopped, 'ckpt.pt')
+    del state['config']['format']
+    torch.save(state, old / 'ckpt.pt')
+    flags = [*LONG, f'--data={corpus}']
+    for config in (common.read_json(str(old / 'config.json')), state['config']):
+        common.write_json(str(old / 'config.json'), config)
+        before = folder_hash(tmp_path)
+        for more in ([f'--out={old}'], [f'--out={tmp_path}/new', f'--init_from={old}']):
+            refused(lambda: train.main([*flags, *more]), old, 'version')  # noqa: B023
+        assert folder_hash(tmp_path) == before and os.listdir(tmp_path) == ['old']
+
+
+def test_a_new_flag_leaves_the_runs_of_before_as_they_were(corpus, whole, stopped, tmp_path, monkeypatch):
+    """What config.json lacks counts as its default, and a field of the model's config too."""
+    @dataclass
+    class LargerConfig(model.GPTConfig):
+        sharpness: float = 2.0
     parser = train.parser
 
     def larger_parser():
         p = parser()
-        method = next(action for action in p._actions if action.dest == 'method')
-        method.choices = [*method.choices, 'mu_centering_ema', 'mu_centering_ema+mu_centering']
+        p.add_argument('--sharpness', type=float, default=2.0)
         return p
-    monkeypatch.setitem(METHODS, 'mu_centering_ema', None)
-    monkeypatch.setattr(train, 'parser', larger_parser)
-    new, baseline, both = (trained(method, '--steps=3', '--lr=0.1', f'--method={method}') for method in
-                           ('mu_centering_ema', 'baseline', 'mu_centering_ema+mu_centering'))
-    assert_same(load(new)['model'], load(baseline)['model'])
-    assert result_of(both)['mu_norm'] < 1e-6 < result_of(new)['mu_norm']
-
-
-def test_a_new_field_of_the_config_leaves_runs_and_old_models_as_they_were(trained, whole, monkeypatch):
-    @dataclass
-    class LargerConfig(model.GPTConfig):
-        sharpness: float = 2.0
-    before = trained('old', '--steps=3')
     monkeypatch.setattr(model, 'GPTConfig', LargerConfig)
-    assert_same(load(trained('new', '--steps=3'))['model'], load(before)['model'])
+    monkeypatch.setattr(train, 'parser', larger_parser)
     lacking = load(whole)['config']
-    assert gpt_config(lacking).sharpness == 2.0 and gpt_config(lacking).method == 'mu_loss'
+    assert gpt_config(lacking).sharpness == 2.0 and gpt_config(lacking).head_mode == 'mu_loss'
     assert gpt_config({**lacking, 'gone': 1}) == gpt_config(lacking)  # a field that is no more
-    trained('on', '--steps=61', f'--init_from={whole}')
+    run = shutil.copytree(stopped, tmp_path / 'run')
+    refused(lambda: train.main([*LONG, f'--data={corpus}', f'--out={run}', '--sharpness=3']), 'sharpness=')
+    assert train.main([*LONG, f'--data={corpus}', f'--out={run}']) == 0
+    assert_same(load(run)['model'], load(whole)['model'])

@@ -1,0 +1,150 @@
+"""Any number of processes makes the same run; a signal or an error in one of them concerns all."""
+import functools
+import os
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import data
+from conftest import ENV, ROOT
+from model import GPT, embeddings_to_loss, gpt_config
+from processes import finish, one_line
+from runs import SMALL, assert_same, load, log_of, ranks, record, signal_at_step
+
+# 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
+# that some of them have none. lam is so large that a penalty shows if it is counted once per micro-batch or
+# process.
+MESH = ('--size=tiny', '--n_layer=1', '--n_embd=16', '--block_size=16', '--batch_size=8', '--steps=5',
+        '--log_every=1', '--lr=1e-2', '--test_tokens=720', '--eval_tokens=16', '--eval_every=2',
+        '--device=cpu', '--threads=1')
+KINDS = {'centered': ('--method=mu_centering', '--weight_tying', '--dtype=float64'),
+         'regularised': ('--method=mu_loss', '--lam=1000', '--dtype=float64'),
+         'single': ('--method=mu_loss', '--lam=1', '--dtype=float32')}
+CASES = [(world, micro, kind) for kind in KINDS for world, micro in ((1, 8), (1, 2), (2, 4), (2, 1), (4, 1))]
+
+
+@pytest.fixture(scope='module')
+def meshes(corpus, tmp_path_factory):
+    """The same runs by 1, 2 and 4 processes: (processes, micro-batch, kind) -> folder."""
+    folder, found = tmp_path_factory.mktemp('meshes'), {}
+    for world, micro, kind in CASES:
+        out = found[world, micro, kind] = str(folder / f'{world}-{micro}-{kind}')
+        flags = [*MESH, *KINDS[kind], f'--micro_batch_size={micro}', f'--data={corpus}', f'--out={out}']
+        for rank in ranks(world, flags, folder / 'stderr', main=record):
+            finish(rank, 0)
+    return found
+
+
+def seen_by(folder, world):
+    return [load(folder, f'rank{rank}.pt') for rank in range(world)]
+
+
+def global_batch(corpus, step):
+    """The 8 windows (8, 17) of a step of MESH."""
+    windows = data.Windows(corpus, 'train', 16, 320)
+    return torch.from_numpy(windows[data.batch_windows(1, step, 8, len(windows))])
+
+
+def test_any_number_of_processes_reads_the_same_batches_in_the_same_order(meshes, corpus):
+    for (world, micro, _), folder in meshes.items():
+        seen = seen_by(folder, world)
+        assert all(len(part) == micro for rank in seen for step in rank['batches'] for part in step)
+        for step in range(5):
+            read = torch.cat([part for rank in seen for part in rank['batches'][step]])
+            assert torch.equal(read, global_batch(corpus, step)[:, :-1]), (world, micro, step)
+
+
+@pytest.mark.parametrize('kind', ['centered', 'regularised'])
+def test_any_number_of_processes_has_the_same_losses_evaluations_and_weights(meshes, kind):
+    """Five float64 steps: every value of the log and every weight to 1e-12."""
+    one, weights = log_of(meshes[1, 8, kind]), load(meshes[1, 8, kind])['model']
+    assert [e['step'] for e in one] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    assert one[-1]['test_loss'] != one[0]['test_loss']
+    for (_, _, other), folder in meshes.items():
+        if other == kind:
+            for a, b in zip(one, log_of(folder), strict=True):
+                assert a == {k: pytest.approx(v, rel=1e-12, abs=1e-12) for k, v in b.items()}
+            torch.testing.assert_close(load(folder)['model'], weights, rtol=0, atol=1e-12)
+
+
+def test_all_ranks_have_the_same_bits_and_centered_embeddings(meshes):
+    for (world, _, kind), folder in meshes.items():
+        first, *others = seen_by(folder, world)
+        for rank in others:
+            assert_same((rank['weights'], rank['gradients']), (first['weights'], first['gradients']))
+        assert_same(dict(first['weights']), dict(load(folder)['model']))
+        E = first['weights']['lm_head.weight']
+        assert (E.mean(dim=0).norm() <= torch.finfo(E.dtype).eps * E.norm()) == (kind == 'centered')
+
+
+def test_any_number_of_processes_has_the_same_gradients_to_fp32_summation(meshes, corpus):
+    """
+    However n terms x_i are summed, the sum is off by no more than (n - 1) u sum |x_i|, u = 2^-24 (Higham,
+    Accuracy and Stability of Numerical Algorithms, 4.2). The terms are those of the 128 tokens of the batch,
+    their magnitudes what each sequence adds to the gradient, in float64.
+    """
+    config = load(meshes[1, 8, 'single'])['config']
+    torch.manual_seed(config['seed'])
+    gpt = GPT(gpt_config({**config, 'dtype': 'float64', 'logits_dtype': 'float64'})).double()
+    losses = [gpt(row[:, :-1], row[:, 1:])[0] / 8 for row in global_batch(corpus, 0).split(1)]
+    losses.append(embeddings_to_loss(gpt.E, gpt.config))  # once per step
+    terms = [torch.autograd.grad(loss, list(gpt.parameters()), allow_unused=True) for loss in losses]
+    terms = [[g for g in of_parameter if g is not None] for of_parameter in zip(*terms, strict=True)]
+    for world, micro, kind in CASES:
+        if kind == 'single':
+            gradients = seen_by(meshes[world, micro, kind], world)[0]['gradients']
+            for found, exact in zip(gradients, terms, strict=True):
+                bound = 127 * 2.0 ** -24 * sum(g.abs() for g in exact).norm()
+                assert found.dtype == torch.float32
+                assert (found - sum(exact)).norm() <= bound, (world, micro)
+
+
+def sigterm_to_rank_1(at):
+    if os.environ['RANK'] == '1':
+        signal_at_step(signal.SIGTERM, at)
+
+
+def test_a_signal_to_one_rank_between_log_lines_stops_all_together(corpus, tmp_path):
+    """They agree at the next log step; torchrun resumes there, and ends with what it would have had."""
+    out, other = tmp_path / 'run', tmp_path / 'other'
+    flags = [*SMALL, '--steps=60', '--log_every=20', '--ckpt_every=0', f'--data={corpus}']
+    stop = functools.partial(sigterm_to_rank_1, 25)
+    for rank in ranks(2, [*flags, f'--out={out}'], tmp_path / 'stderr', prepare=stop):
+        finish(rank, 143)
+    assert load(out, 'ckpt.pt')['step'] == 40
+    torchrun = ['torchrun', '--standalone', '--nproc_per_node=2', 'train.py', *flags, f'--out={out}']
+    done = subprocess.run(torchrun, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for rank in ranks(2, [*flags, f'--out={other}'], tmp_path / 'stderr'):
+        finish(rank, 0)
+    assert log_of(out) == log_of(other)
+    assert_same(load(out)['model'], load(other)['model'])
+
+
+def test_what_all_ranks_see_is_said_once(corpus, tmp_path):
+    for rank in ranks(2, [*SMALL, '--batch_size=3', f'--data={corpus}', f'--out={tmp_path}/run'],
+                      tmp_path / 'stderr'):
+        finish(rank, 2)
+    assert '--batch_size=3' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''
+    assert not (tmp_path / 'run').exists()
+
+
+def test_what_one_rank_alone_sees_is_said_by_it(tmp_path):
+    """A token beyond the head, in a window that rank 1 alone reads and nobody checks before the start."""
+    tokens = np.arange(2**20 + 2**18) % 250
+    n = (len(tokens) - 1) // 32
+    window = next(w for step in range(100) for w in data.batch_windows(1, step, 4, n, rank=1, world_size=2)
+                  if w * 32 > 2**20)
+    tokens[window * 32 + 16] = 60000
+    for split in ('train', 'val'):
+        data.write_shard(str(tmp_path / f'x_{split}_000000.bin'), tokens)
+    common.write_json(str(tmp_path / 'meta.json'), {'vocab_size': 257})
+    flags = [*SMALL, '--steps=120', f'--data={tmp_path}', f'--out={tmp_path}/run']
+    lost, alone = ranks(2, flags, tmp_path / 'stderr')
+    finish(alone, 1)
+    finish(lost, 1, seconds=20)
+    assert 'x_train_000000.bin' in one_line(tmp_path / 'stderr1')
