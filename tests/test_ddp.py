@@ -129,7 +129,7 @@ def test_what_all_ranks_see_is_said_once(corpus, tmp_path):
     for rank in ranks(2, [*SMALL, '--batch_size=3', f'--data={corpus}', f'--out={tmp_path}/run'],
                       tmp_path / 'stderr'):
         finish(rank, 2)
-    assert '--batch_size=3' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''
+    assert '--batch_size' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''
     assert not (tmp_path / 'run').exists()
 
 
