@@ -74,8 +74,9 @@ class Sweep:
         (self.bin / name).chmod(0o755)
 
     def start(self, **env):
-        return subprocess.Popen(['bash', 'sweep.sh', 'demo'], cwd=self.cwd, env={**self.env, **env}, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        pipe, env = subprocess.PIPE, {**self.env, **env}
+        return subprocess.Popen(['bash', 'sweep.sh', 'demo'], cwd=self.cwd, env=env, stdout=pipe, stderr=pipe,
+                                text=True, start_new_session=True)
 
     def run(self, status=0, **env):
         return end(self.start(**env), status)
