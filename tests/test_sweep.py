@@ -26,7 +26,7 @@ def content(name):
 
 def main(argv):
     out = dict(flag[2:].split('=', 1) for flag in argv if '=' in flag)['out']
-    common.make_folder(out)
+    os.makedirs(out, exist_ok=True)
     with common.lock_folder(out):
         if os.path.exists(out + '/result.json'):
             return 0
