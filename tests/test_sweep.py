@@ -3,45 +3,44 @@ import csv
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import common
 import train
 from conftest import ENV, ROOT, links, sweep
-from model import METHODS
-from processes import children, folder_hash, wait_until
+from processes import children, wait_until
 
-# It locks, logs, resumes and saves as train.py does, in ten steps of 0.05 s, and notes each start in a file.
+# It locks, logs, resumes and saves as train.py does, in ten steps, and notes each start in a file. While
+# there is a file `hold` with a number in it, runs that start after so many others wait in their step 5.
 FAKE_TRAIN = '''
 import json, os, signal, sys, time
 sys.path.insert(0, {root!r})
 import common
 
+def content(name):
+    path = os.path.join({folder!r}, name)
+    return open(path).read() if os.path.exists(path) else ''
+
 def main(argv):
-    flags = dict(flag[2:].split('=', 1) for flag in argv if '=' in flag)
-    out, name = flags['out'], os.path.basename(flags['out'])
+    out = dict(flag[2:].split('=', 1) for flag in argv if '=' in flag)['out']
+    os.makedirs(out, exist_ok=True)
     with common.lock_folder(out):
         if os.path.exists(out + '/result.json'):
             return 0
         with open({folder!r} + '/started', 'a') as file:
-            file.write(name + '\\n')
-        if os.path.exists({folder!r} + '/broken') and open({folder!r} + '/broken').read() == name:
-            raise common.UserError('oh no', 1)
-        common.write_json(out + '/config.json', flags)
-        stop = []
+            file.write(os.path.basename(out) + '\\n')
+        common.check(content('broken') != os.path.basename(out), 'oh no', 1)
+        stop, number = [], len(content('started').split())
         signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
         with open(out + '/log.jsonl', 'a+') as log:
             log.seek(0)
             for step in range(len(log.readlines()) + 1, 11):
-                time.sleep(0.05)
                 print(json.dumps({{'step': step}}), file=log, flush=True)
+                while step == 5 and number > int(content('hold') or 100) and not stop:
+                    time.sleep(0.01)
                 if stop:
                     time.sleep(0.3)  # saving takes its time
                     return 143
@@ -55,18 +54,16 @@ class Sweep:
     """A folder of links in which sweep.sh makes ten runs of the stand-in, two at a time."""
 
     def __init__(self, folder):
-        self.cwd, self.out, self.started = links(str(folder / 'checkout')), folder / 'out', folder / 'started'
-        self.bin, plans = folder / 'bin', folder.parent / 'plans'
+        self.cwd, self.started, self.hold = links(str(folder / 'links')), folder / 'started', folder / 'hold'
+        self.out, self.bin, plans = folder / 'o $(touch pwned) ut', folder / 'bin', folder.parent / 'plans'
         self.bin.mkdir()
         plans.mkdir(exist_ok=True)
-        (folder / 'meta.json').write_text('{}')
         (folder / 'fake.py').write_text(FAKE_TRAIN.format(root=ROOT, folder=str(folder)))
-        # the plan, which takes Python seconds because it imports torch, is kept for all sweeps that are alike
+        # the names of a plan, which take Python seconds because it imports torch, are kept for all sweeps
         self.program('python', f'''case $1 in
             train.py) shift; exec {sys.executable} {folder}/fake.py "$@" ;;
-            analyze.py) ;;
-            -) plan={plans}/$(env | grep -E '^(METHODS|LRS|SHIFTS|EXTRA|MORE)=' | cksum | tr ' ' -)
-               [ -f "$plan" ] || {{ {sys.executable} - >"$plan.$$" && mv "$plan.$$" "$plan"; }}
+            -c) flags=$(cat) plan={plans}/$(echo "$flags" | sed 's/ --data=[^ ]*//' | cksum | tr ' ' -)
+               [ -f "$plan" ] || {{ echo "$flags" | {sys.executable} "$@" >$plan.$$ && mv $plan.$$ $plan; }}
                cat "$plan" ;;
             esac''')
         self.env = {**ENV, 'PATH': f'{self.bin}{os.pathsep}{ENV["PATH"]}', 'OUT': str(self.out), 'JOBS': '2',
@@ -77,18 +74,34 @@ class Sweep:
         (self.bin / name).chmod(0o755)
 
     def start(self, **env):
-        return subprocess.Popen(['bash', 'sweep.sh', 'demo'], cwd=self.cwd, env={**self.env, **env},
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                start_new_session=True)
+        pipe, env = subprocess.PIPE, {**self.env, **env}
+        return subprocess.Popen(['bash', 'sweep.sh', 'demo'], cwd=self.cwd, env=env, stdout=pipe, stderr=pipe,
+                                text=True, start_new_session=True)
 
     def run(self, status=0, **env):
         return end(self.start(**env), status)
+
+    def start_and_hold(self, **env):
+        """A sweep of which two runs are done and two wait in their step 5."""
+        self.hold.write_text('2')
+        started = self.start(**env)
+        logs = lambda: [path.read_text().count('\n') for path in self.out.glob('*/log.jsonl')]  # noqa: E731
+        wait_until(lambda: sorted(logs()) == [5, 5, 10, 10] and len(self.done()) == 2)
+        return started
 
     def done(self):
         return {path: path.stat().st_mtime_ns for path in self.out.glob('*/result.json')}
 
     def starts(self):
         return self.started.read_text().split()
+
+    def check_end(self, after):
+        """All ten runs are done, each step once, the first `after` starts apart no run was started twice."""
+        assert len(self.done()) == 10 and len(set(self.starts()[after:])) == len(self.starts()[after:])
+        for path in self.done():
+            log = (path.parent / 'log.jsonl').read_text().splitlines()
+            assert [json.loads(line)['step'] for line in log] == list(range(1, 11)), path
+        assert not os.path.exists(os.path.join(self.cwd, 'pwned'))
 
 
 def end(started, status):
@@ -102,152 +115,99 @@ def fake(tmp_path):
     return Sweep(tmp_path)
 
 
-def assert_each_ran_once(fake, after):
-    """All ten runs are done, with each step made once; after so many starts none was started twice."""
-    assert len(fake.done()) == 10
-    for path in fake.done():
-        log = (path.parent / 'log.jsonl').read_text().splitlines()
-        assert [json.loads(line)['step'] for line in log] == list(range(1, 11)), path
-    starts = fake.starts()[after:]
-    assert len(starts) == len(set(starts))
-
-
-# --------------------------------------------------------------------------------------------------
-# the grids
-
-
 def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
-    folder = links(str(tmp_path / 'checkout'))
-    every = ' '.join((*METHODS, 'max_z_loss+mu_centering'))
-    grids = {'paper': dict(NPROC='4'), 'ablation': {}, 'demo': {}, 'proxy': {}, 'shift': {},
-             'demo two': dict(METHODS='z_loss:1e-1 baseline', SHIFTS='0 30'),
-             'demo every': dict(METHODS=every, LAMS='1e-2', LOGITS_DTYPE='float32')}
-    with ThreadPoolExecutor(2) as pool:
-        dry = pool.map(lambda grid: sweep(folder, grid.split()[0], DRY_RUN='1', **grids[grid]), grids)
-    lines = {grid: done.stdout.splitlines() for grid, done in zip(grids, dry, strict=True)}
-    runs, parser = {}, train.parser()
-    for grid in grids:
-        flags = [shlex.split(line.split(' train.py ')[1]) for line in lines[grid]]
-        runs[grid] = [parser.parse_args(one) for one in flags]
-        assert len({args.out for args in runs[grid]}) == len(lines[grid])
-        for args in runs[grid]:
-            assert args.out == f'out/{grid.split()[0]}/{train.run_name(args)}'
-    assert len(lines['paper']) == 6 * 7 * 5 * 2 and len(lines['ablation']) == 2 * 4 * 7 * 5
-    torchrun = 'torchrun --standalone --nproc_per_node=4 train.py '
-    assert all(line.startswith(torchrun) for line in lines['paper'])
+    folder, runs = links(str(tmp_path / 'checkout')), {}
+    for grid in ('paper', 'ablation', 'demo', 'proxy', 'shift'):
+        lines = [line.split() for line in sweep(folder, grid, DRY_RUN='1', NPROC='4').stdout.splitlines()]
+        assert all(line[:4] == 'torchrun --standalone --nproc_per_node=4 train.py'.split() for line in lines)
+        runs[grid] = [train.parser().parse_args(line[4:]) for line in lines]
+        names = [f'out/{grid}/{train.run_name(args)}' for args in runs[grid]]
+        assert [args.out for args in runs[grid]] == names and len(set(names)) == len(names)
+    counts = dict(paper=6 * 7 * 5 * 2, ablation=2 * 4 * 7 * 5, demo=6 * 2 + 6, proxy=4 * 4 * 3,
+                  shift=(5 * 5 + 7 * 2) * 3)
+    assert {grid: len(runs[grid]) for grid in runs} == counts
     assert {args.data for args in runs['paper']} == {'data/fineweb'}
-    assert {args.lam for args in runs['paper']} == {None}  # the method's own
+    assert {args.lam for args in runs['paper'] + runs['demo']} == {None}  # the method's own
     assert {args.lam for args in runs['ablation']} == {1e-7, 1e-4, 1e-1, 1e2}
-    assert len(runs['demo']) == 6 * 2 + 6 and {args.lam for args in runs['demo']} == {None}
     assert {args.mu_shift for args in runs['demo']} == {0, 300, 1000}
-    assert {(args.method, args.lam) for args in runs['demo two']} == {('z_loss', 0.1), ('baseline', None)}
-    assert len(runs['demo two']) == 2 * 2 * 2 and {args.mu_shift for args in runs['demo two']} == {0, 30}
-    # four methods at five norms, and seven more subsets of roundings at two of them, for three seeds each
-    assert len(runs['shift']) == (5 * 5 + 7 * 2) * 3 and len({args.rounded for args in runs['shift']}) == 8
+    assert len({args.rounded for args in runs['shift']}) == 8
     demo, proxy = runs['demo'][0], runs['proxy'][0]
     assert (demo.device, demo.logits_dtype, demo.data, demo.steps) == ('cpu', 'bfloat16', 'data/stdlib', 1000)
-    assert (proxy.device, proxy.logits_dtype, proxy.data) == ('cpu', 'bfloat16', 'data/stdlib_bpe')
-    assert (proxy.n_embd, proxy.batch_size * proxy.block_size, proxy.steps) == (8, 64, 32000)
-    assert len(runs['proxy']) == 4 * 4 * 3
-    for args in runs['demo every']:
-        assert args.lam == (1e-2 if METHODS[args.method.removesuffix('+mu_centering')] else None)
-        assert args.logits_dtype == 'float32'
+    assert (proxy.data, proxy.n_embd, proxy.batch_size * proxy.block_size) == ('data/stdlib_bpe', 8, 64)
     assert os.listdir(tmp_path) == ['checkout'] and not os.path.exists(os.path.join(folder, 'out'))
 
 
-def test_what_is_in_the_variables_is_data(fake, tmp_path):
-    odd = tmp_path / 'a  b\'c"d$(touch pwned)`touch pwned`;touch pwned&*\\'
-    odd.mkdir()
-    few = dict(DATA=str(odd), METHODS='baseline', LRS='1e-3')
-    fake.run(OUT=f'{odd}/out', **few)
-    line = fake.run(OUT=f'{odd}/dry', DRY_RUN='1', **few)[0]
-    assert line.count('\n') == 1
-    subprocess.run(['bash', '-c', line], cwd=fake.cwd, env=fake.env, check=True)
-    for out in ('out', 'dry'):
-        config = common.read_json(str(odd / out / 'tiny-untied-baseline-lr0.001-s1' / 'config.json'))
-        assert config['data'] == str(odd)
-    assert not list(tmp_path.glob('**/pwned'))
-
-
 def test_each_of_several_jobs_has_its_own_gpus(fake, tmp_path):
-    """On a machine that is not there: nvidia-smi names four GPUs, a training notes which it was given."""
+    """Four GPUs that nvidia-smi names; each training notes which it was given and waits for the others."""
     fake.program('nvidia-smi', 'for i in 0 1 2 3; do echo "GPU $i: H200"; done')
     fake.program('torchrun', 'shift 2; exec python "$@"')
-    note = f'print(os.environ.get("CUDA_VISIBLE_DEVICES", ""), file=open("{tmp_path}/given", "a"))'
-    (tmp_path / 'fake.py').write_text(f'import os, sys, time\n{note}\ntime.sleep(1)\nsys.exit(1)\n')
+    (tmp_path / 'fake.py').write_text(f"""import os, time
+print(os.environ.get("CUDA_VISIBLE_DEVICES", ""), file=open("{tmp_path}/given", "a"))
+while len(open("{tmp_path}/given").readlines()) < int(os.environ["JOBS"]):
+    time.sleep(0.01)
+raise SystemExit(1)""")
     fake.env.pop('CUDA_VISIBLE_DEVICES', None)
-    for env, given in ((dict(NPROC='2'), {'0,1', '2,3'}), (dict(NPROC='4', JOBS='1'), {''}),
-                       (dict(NPROC='1', CUDA_VISIBLE_DEVICES='5,7'), {'5', '7'})):
+    for env, given in ((dict(NPROC='2'), ['0,1', '2,3']), (dict(NPROC='4', JOBS='1'), ['', '']),
+                       (dict(NPROC='1', CUDA_VISIBLE_DEVICES='5,7'), ['5', '7'])):
         fake.run(status=1, METHODS='baseline', LRS='1e-3 1e-2', **env)
-        assert set((tmp_path / 'given').read_text().splitlines()) == given
+        assert sorted((tmp_path / 'given').read_text().splitlines()) == given
         (tmp_path / 'given').unlink()
-
-
-# --------------------------------------------------------------------------------------------------
-# kills, signals, failures
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='kills the processes that /proc names')
 def test_a_sweep_that_is_killed_resumes_and_two_share_its_runs(fake):
-    first = fake.start()
-    wait_until(lambda: len(fake.done()) >= 2)
-    time.sleep(0.2)
+    first = fake.start_and_hold()
     for child in children(first.pid):  # all of it at once, as when a machine goes down
         os.killpg(os.getpgid(child), signal.SIGKILL)
     first.kill()
     first.communicate()
-    before, starts = fake.done(), len(fake.starts())
-    assert 2 <= len(before) < 10
+    before = fake.done()
+    fake.hold.unlink()
     for one in [fake.start(), fake.start()]:
         end(one, 0)
     assert before.items() <= fake.done().items()
-    assert_each_ran_once(fake, after=starts)
+    fake.check_end(after=4)
     starts = fake.starts()
-    assert '10 runs in' in fake.run()[0] and fake.starts() == starts  # all are done
+    assert fake.run()[0].startswith('0 of 10 runs') and fake.starts() == starts  # all are done
 
 
-def assert_stopped(fake, first):
-    """The sweep `first`, told to stop, saves its runs, starts no other, leaves no process, and resumes."""
-    wait_until(lambda: len(fake.done()) >= 2)
-    time.sleep(0.2)
+@pytest.mark.parametrize('nproc', ['1', '2'])
+def test_a_signal_to_a_sweep_saves_all_its_runs(fake, nproc):
+    """It starts no other, leaves no process, and resumes; torchrun ends with 1 however its processes end."""
+    fake.program('torchrun', 'trap : TERM INT\nshift 2\npython "$@" || exit 1')
+    first = fake.start_and_hold(NPROC=nproc)
     first.terminate()
     assert 'resumes' in end(first, 143)[1]
-    assert len(fake.done()) < 10 and not list(fake.out.glob('logs/*.failed'))
-    before, starts = folder_hash(fake.out), fake.starts()
-    time.sleep(0.3)
-    assert folder_hash(fake.out) == before and len(set(starts)) == len(starts)
+    assert len(fake.done()) == 2 and (nproc == '2' or not list(fake.out.glob('logs/*.failed')))
+    assert len(set(fake.starts())) == len(fake.starts()) == 4
+    fake.hold.unlink()
     fake.run()
-    assert_each_ran_once(fake, after=len(starts))
-
-
-def test_a_signal_to_a_sweep_saves_all_its_runs(fake):
-    assert_stopped(fake, fake.start())
-
-
-def test_a_signal_to_a_sweep_of_torchruns_is_no_failure(fake):
-    """torchrun ends with 1 however its processes ended."""
-    fake.program('torchrun', 'trap : TERM INT\nshift 2\npython "$@" || exit 1')
-    assert_stopped(fake, fake.start(NPROC='2'))
+    fake.check_end(after=4)
 
 
 def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
     broken = 'tiny-untied-mu_centering-lr0.001-s1'
     (tmp_path / 'broken').write_text(broken)
     out, error = fake.run(status=1)
-    assert error.splitlines()[1:] == [broken] and len(fake.done()) == 9
-    assert f'{broken}: FAILED with status 1: error: oh no' in out
+    assert f'{broken}.failed' in error and error.count('\n') == 1 and len(fake.done()) == 9
+    assert re.search(rf'^\[.*{broken}: status 1, error: oh no$', out, re.MULTILINE)
     assert [path.name for path in fake.out.glob('logs/*.failed')] == [f'{broken}.failed']
-    assert re.search(r'^\[8/10, about [0-9]+ s left\] tiny-untied-\S*: ', out, re.MULTILINE), out
-    plan = (fake.out / 'logs' / 'plan').read_text().splitlines()
-    assert len(plan) == 10 and set(plan) == set(fake.starts())
+    assert sorted((fake.out / 'logs' / 'plan').read_text().split()) == sorted(fake.starts())
     (tmp_path / 'broken').unlink()
     out, error = fake.run()  # the same command tries it again, and that one alone
-    assert '10 runs in' in out and '9 of them done' in out and error == '' and len(fake.starts()) == 11
+    assert out.startswith('1 of 10 runs') and error == '' and len(fake.starts()) == 11
     assert not list(fake.out.glob('logs/*.failed')) and len(fake.done()) == 10
 
 
+def test_the_time_left_is_that_of_the_runs_left(fake, tmp_path):
+    """By a clock on which each run takes ten minutes."""
+    fake.program('date', f'echo . >>{tmp_path}/clock; echo $(($(wc -l <{tmp_path}/clock) * 600))')
+    left = re.findall(r'^\[([0-9]+)/10, about ([0-9]+) min left', fake.run(JOBS='1')[0], re.MULTILINE)
+    assert left == [(str(i), str(100 - 10 * i)) for i in range(1, 11)]
+
+
 def test_a_real_sweep_ends_with_its_results(swept):
-    assert '4 runs in out/demo, 0 of them done' in swept.stdout and '[4/4, about 0 s left]' in swept.stdout
+    assert swept.stdout.startswith('4 of 4 runs to do in out/demo')
     with open(os.path.join(swept.results, 'results.csv')) as file:
         norms = {(row['method'], row['lr']): float(row['mu_norm']) for row in csv.DictReader(file)}
     centered = {run for run, norm in norms.items() if norm < 1e-3}
