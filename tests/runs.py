@@ -13,7 +13,7 @@ from processes import process
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')
-TIMES = ('elapsed', 'tokens_per_second', 'mfu', 'train_seconds', 'step_seconds')
+TIMES = ('elapsed', 'tokens_per_second', 'mfu', 'train_seconds', 'step_seconds', 'log_bytes')
 PORTS = itertools.count(20_000 + os.getpid() % 10_000)  # below those that gloo takes from the system
 
 
