@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
+
 import prepare_fineweb
 from common import UserError
 

@@ -10,9 +10,10 @@ import torch
 
 import common
 import data
+import train
 from conftest import ENV, ROOT
 from model import GPT, embeddings_to_loss, gpt_config
-from processes import finish, one_line
+from processes import finish, one_line, process
 from runs import SMALL, assert_same, load, log_of, ranks, record, signal_at_step
 
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
@@ -126,10 +127,13 @@ def test_a_signal_to_one_rank_between_log_lines_stops_all_together(corpus, tmp_p
 
 
 def test_what_all_ranks_see_is_said_once(corpus, tmp_path):
-    for rank in ranks(2, [*SMALL, '--batch_size=3', f'--data={corpus}', f'--out={tmp_path}/run'],
-                      tmp_path / 'stderr'):
+    flags = [*SMALL, '--batch_size=3', f'--data={corpus}', f'--out={tmp_path}/run']
+    for rank in ranks(2, flags, tmp_path / 'stderr'):
         finish(rank, 2)
     assert '--batch_size' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''
+    for env in ({'RANK': 'one'}, {'RANK': '1'}, {'WORLD_SIZE': '0'}, {'RANK': '0', 'WORLD_SIZE': '2'}):
+        finish(process(train.main, flags, stderr=tmp_path / 'stderr', env=env), 1)  # not torchrun's
+        assert 'WORLD_SIZE' in one_line(tmp_path / 'stderr')
     assert not (tmp_path / 'run').exists()
 
 

@@ -173,7 +173,7 @@ def bad_checkpoints(good, parts, evil):
     yield pickle.dumps(evil)
     yield good[:middle] + bytes([good[middle] ^ 16]) + good[middle + 1:]
     yield from (evil, [1, 2], {**parts, 'so_far': evil})
-    for key in parts:
+    for key in ('model', 'step', 'config', 'so_far'):
         yield {name: value for name, value in parts.items() if name != key}
     yield {**parts, 'model': {'x': torch.ones(3)}}
     yield {**parts, 'optimizer': {'state': 'x', 'param_groups': 7}}
@@ -201,8 +201,9 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, who
     data.write_shard(str(other / 'stdlib_train_000001.bin'), tokens)
     before = folder_hash(tmp_path)
     for name, change in (('data_fingerprint', f'--data={other}'), ('lr', '--lr=1e-2'), ('seed', '--seed=2'),
-                         ('steps', '--steps=13'), ('center_every', '--center_every=2'), ('head', '--head=plain'),
-                         ('weight_tying', '--no-weight_tying'), ('dtype', '--dtype=bfloat16')):
+                         ('steps', '--steps=13'), ('center_every', '--center_every=2'),
+                         ('head', '--head=plain'), ('weight_tying', '--no-weight_tying'),
+                         ('dtype', '--dtype=bfloat16')):
         refused(lambda change=change: train.main(flags_of(corpus, out, change)), out, f'{name}=')
         assert folder_hash(tmp_path) == before
     may_change = ('--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0', '--threads=1')
