@@ -87,7 +87,7 @@ def test_a_method_can_be_added_as_the_readme_says(tmp_path):
         'equations': r'    return loss, torch.zeros', 'COLORS': r'COLORS = {\n'}
     kept = shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', 'wandb', 'results')
     shutil.copytree(ROOT, copy, ignore=kept)
-    shutil.copytree(PUBLISHED, copy / 'results' / 'published_here')
+    os.symlink(os.path.join(ROOT, 'results'), copy / 'results')
     block = re.search(r'```diff\n(.*?)```', read('README.md'), re.S).group(1)
     pieces = re.split(r'^--- (\S+\.py), in (\w+).*\n', block, flags=re.M)[1:]
     for file, place, added in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
