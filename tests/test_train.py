@@ -64,7 +64,7 @@ def test_a_run_leaves_what_the_design_says(whole):
                               'logit_absmax logit_max gradient_sum'.split())  # and times
     assert set(result) == set(COLUMNS.split()) and result['steps'] == 60 and result['lam'] == 1e-4
     assert result['diverged'] is None and result['diverged_step'] is None
-    assert result['init_loss'] == pytest.approx(math.log(320), abs=0.3) == log[0]['test_loss']
+    assert result['init_loss'] == log[0]['test_loss'] == pytest.approx(math.log(320), abs=0.3)
     assert result['test_loss'] == log[-1]['test_loss'] < result['init_loss'] - 1
     args = SimpleNamespace(lr=3e-2, min_lr=1e-5, steps=60, warmup=3)
     assert result['lr_sum'] == pytest.approx(sum(train.learning_rate(i, args) for i in range(60)))
