@@ -45,17 +45,15 @@ def state_of(folder):
 def assert_same(a, b, path=''):
     """Bit for bit, through dicts, lists and tensors."""
     assert type(a) is type(b), path
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), path
-    elif isinstance(a, dict):
+    if isinstance(a, dict):
         assert list(a) == list(b), path
         for key in a:
             assert_same(a[key], b[key], f'{path}/{key}')
     elif isinstance(a, (list, tuple)):
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f'{path}/{i}')
+        assert_same(dict(enumerate(a)), dict(enumerate(b)), path)
     else:
-        assert a == b or (a != a and b != b), f'{path}: {a} and {b}'
+        same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
+        assert same, f'{path}: {a} and {b}'
 
 
 # -------- what a process prepares before its run

@@ -14,7 +14,7 @@ import common
 import prepare_fineweb
 import train
 from checkpoint import FORMAT
-from conftest import ENV, links, python, refused
+from conftest import ENV, links, refused
 from processes import finish, one_line, process
 from runs import SMALL
 
@@ -135,14 +135,6 @@ def test_bad_input_ends_a_process_with_status_2(bad, corpus, tmp_path):
         line = one_line(tmp_path / 'stderr')
         assert all(word in line for word in words), line
     assert os.listdir(tmp_path) == ['stderr'] and times(bad) == before
-
-
-def test_every_program_ends_with_one_line():
-    """As a user starts it."""
-    with ThreadPoolExecutor(2) as pool:
-        ends = pool.map(lambda module: python(module.__file__, '--no_flag', check=2), PROGRAMS.values())
-    for done in ends:
-        assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
 
 
 def test_bad_variables_of_a_sweep_are_refused_with_one_line(tmp_path, corpus):
