@@ -7,16 +7,13 @@
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export DEVICE=${DEVICE:-cuda} PYTHONUNBUFFERED=1
-case $DEVICE in
-  cuda)
-    small=16M large=221M methods=baseline,weight_decay,z_loss,soft_capping,mu_loss,mu_centering
-    results=results/gpu grid=paper steps=300 flags= text= tokenizers=('gpt2' 'bpe --vocab_size=50257') ;;
-  cpu)
-    small=tiny large=tiny methods=baseline,mu_centering
-    results=out/gpu_cpu grid=shift steps=60 flags='--threads=1 --seconds=1' text='--tokens=2e5'
-    tokenizers=('bytes') ;;
-  *) echo "error: DEVICE should be cuda or cpu, is '$DEVICE'" >&2; exit 2 ;;
-esac
+if [ "$DEVICE" = cpu ]; then
+  small=tiny large=tiny methods=baseline,mu_centering results=out/gpu_cpu grid=shift steps=60
+  flags='--threads=1 --seconds=1' text='--tokens=2e5' tokenizers=('bytes')
+else
+  small=16M large=221M methods=baseline,weight_decay,z_loss,soft_capping,mu_loss,mu_centering
+  results=results/gpu grid=paper steps=300 flags= text= tokenizers=('gpt2' 'bpe --vocab_size=50257')
+fi
 mkdir -p $results && failed= end=$((60 * ${MINUTES:-25})) || exit 1
 
 part() {  # NAME SECONDS COMMAND...

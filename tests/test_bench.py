@@ -27,7 +27,8 @@ def test_the_step_of_every_method_and_the_loss_of_every_head(capsys):
         assert float(row['tokens/s'].replace(',', '')) == pytest.approx(64_000 / float(row['ms']), rel=0.01)
     rows = table_of(['--head'], capsys)
     assert {'plain', 'plain, compiled', 'chunked', 'chunked, compiled'} <= rows.keys()
-    assert len({row['loss'] for row in rows.values()}) == 1
+    losses = [float(row['loss']) for row in rows.values()]
+    assert max(losses) - min(losses) < 2e-4  # the last digit may be rounded either way
 
 
 def test_a_ratio_is_the_median_over_turns_of_the_ratio_within_a_turn(capsys, monkeypatch):
