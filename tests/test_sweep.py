@@ -10,7 +10,7 @@ import pytest
 
 import train
 from conftest import ENV, ROOT, links, sweep
-from processes import children, wait_until
+from processes import children, folder_hash, wait_until
 
 # It locks, logs, resumes and saves as train.py does, in ten steps, and notes each start in a file. While
 # there is a file `hold` with a number in it, runs that start after so many others wait in their step 5.
@@ -31,7 +31,8 @@ def main(argv):
             return 0
         with open({folder!r} + '/started', 'a') as file:
             file.write(os.path.basename(out) + '\\n')
-        common.check(content('broken') != os.path.basename(out), 'oh no', 1)
+        name, _, status = content('broken').partition(' ')
+        common.check(name != os.path.basename(out), 'oh no', int(status or 0))
         stop, number = [], len(content('started').split())
         signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
         with open(out + '/log.jsonl', 'a+') as log:
@@ -166,8 +167,8 @@ def test_a_sweep_that_is_killed_resumes_and_two_share_its_runs(fake):
         end(one, 0)
     assert before.items() <= fake.done().items()
     fake.check_end(after=4)
-    starts = fake.starts()
-    assert fake.run()[0].startswith('0 of 10 runs') and fake.starts() == starts  # all are done
+    before, (out, error) = folder_hash(fake.out), fake.run()
+    assert out.startswith('0 of 10 runs') and error == '' and folder_hash(fake.out) == before  # all are done
 
 
 @pytest.mark.parametrize('nproc', ['1', '2'])
@@ -185,16 +186,20 @@ def test_a_signal_to_a_sweep_saves_all_its_runs(fake, nproc):
 
 
 def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
+    """One that was stopped, or that another sweep is at work on, did not fail."""
     broken = 'tiny-untied-mu_centering-lr0.001-s1'
-    (tmp_path / 'broken').write_text(broken)
-    out, error = fake.run(status=1)
-    assert f'{broken}.failed' in error and error.count('\n') == 1 and len(fake.done()) == 9
-    assert re.search(rf'^\[.*{broken}: status 1, error: oh no$', out, re.MULTILINE)
-    assert [path.name for path in fake.out.glob('logs/*.failed')] == [f'{broken}.failed']
-    assert sorted((fake.out / 'logs' / 'plan').read_text().split()) == sorted(fake.starts())
+    for status, todo in ((143, 10), (130, 1), (3, 1), (1, 1)):
+        (tmp_path / 'broken').write_text(f'{broken} {status}')
+        out, error = fake.run(status=int(status == 1))
+        assert out.startswith(f'{todo} of 10 runs') and len(fake.done()) == 9
+        assert re.search(rf'^\[.*{broken}: status {status}, error: oh no$', out, re.MULTILINE)
+        failed = [path.name for path in fake.out.glob('logs/*.failed')]
+        assert failed == [f'{broken}.failed'][:status == 1] == re.findall(r'\S+\.failed', error)
+    plan = (fake.out / 'logs' / 'plan').read_text().split()
+    assert len(plan) == 10 and set(plan) == set(fake.starts())
     (tmp_path / 'broken').unlink()
     out, error = fake.run()  # the same command tries it again, and that one alone
-    assert out.startswith('1 of 10 runs') and error == '' and len(fake.starts()) == 11
+    assert out.startswith('1 of 10 runs') and error == '' and len(fake.starts()) == 14
     assert not list(fake.out.glob('logs/*.failed')) and len(fake.done()) == 10
 
 
