@@ -22,7 +22,10 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256
 
 
 def write_shard(path, tokens):
-    """Writes `tokens` (n,), n < 2^31, each from 0 to 65535, as one shard, atomically."""
+    """Writes `tokens` (n,), n < 2^31, as one shard, atomically. Raises ValueError unless all fit uint16."""
+    tokens = np.asarray(tokens)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 2**16:
+        raise ValueError('shards hold tokens from 0 to 65535')
     header = np.zeros(HEADER, '<i4')
     header[:3] = MAGIC, VERSION, len(tokens)
     tokens = np.ascontiguousarray(tokens, '<u2')  # 200 MB of our own: no copy
