@@ -43,7 +43,7 @@ def test_each_part_is_rounded_where_it_is_named_and_only_there(method, rounded, 
             close(found, expected, rtol=1e-9, atol=1e-10 * max(1, expected.abs().max().item()))
 
 
-def assert_heads_agree_in_bf16(config, n, device, head):
+def assert_heads_agree_in_bf16(head, config, n, device):
     """
     A head against the plain one, of n positions, with bf16 products and logits. h and E - mu have few digits,
     so that the logits are exact in any order of summation. Each head rounds their gradient D and its products
@@ -72,7 +72,7 @@ def test_heads_agree_within_bf16_rounding(method, monkeypatch):
     monkeypatch.setattr(head_py, 'n_chunks', chunks_of(50))
     config = GPTConfig(head_mode=method, n_embd=32, vocab_size=512, lam=0.01, cap=10.0, dtype='bfloat16',
                        logits_dtype='bfloat16')
-    assert_heads_agree_in_bf16(config, 128, 'cpu', chunked_head)
+    assert_heads_agree_in_bf16(chunked_head, config, 128, 'cpu')
 
 
 @both_heads
@@ -112,12 +112,12 @@ def test_the_centered_head_feels_no_shift_under_any_rounding(head):
         assert all(map(torch.equal, *results))
 
 
-def assert_compiling_keeps_every_rounding(config, n, device):
+def assert_compiling_keeps_every_rounding(head, config, n, device):
     """A compiler that fuses a cast down with the cast up again would undo what the paper studies."""
     g, V = generator(0), config.vocab_size
     logits = (10 * torch.randn(n, V, generator=g)).to(device, getattr(torch, config.dtype))
     targets = torch.randint(V, (n,), generator=g).to(device)
-    compiled = compiled_head(config).keywords['loss_and_grad']
+    compiled = head.keywords['loss_and_grad']
     for with_stats in (False, True):
         (expected, eager, _), (found, loss, _) = (f(logits.clone(), targets, config, with_stats)
                                                   for f in (loss_and_grad, compiled))
@@ -134,7 +134,7 @@ def assert_compiling_keeps_every_rounding(config, n, device):
     *((method, 'logits,gradient') for method in ('baseline', 'soft_capping', 'z_loss', 'norm_softmax'))])
 def test_compiling_keeps_every_rounding_and_adds_none(method, rounded):
     config = GPTConfig(head_mode=method, vocab_size=200, logits_dtype='bfloat16', lam=1e-4, rounded=rounded)
-    assert_compiling_keeps_every_rounding(config, 16, 'cpu')
+    assert_compiling_keeps_every_rounding(compiled_head(config), config, 16, 'cpu')
 
 
 @pytest.mark.parametrize('method, dtype, logits_dtype, kept', [
