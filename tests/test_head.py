@@ -148,17 +148,6 @@ def test_a_compiler_that_drops_a_rounding_is_refused(method, dtype, logits_dtype
         compiled_head(config)
 
 
-def test_a_gpu_has_chunks_that_fill_it_and_leave_most_of_its_memory(monkeypatch):
-    class Tokens(list):
-        device = torch.device('cuda')
-    for gibibytes, chunks in ((8, 50), (24, 17), (80, 8), (141, 8)):
-        memory = type('', (), {'total_memory': gibibytes * 2**30})
-        monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda _, memory=memory: memory)
-        n = head_py.n_chunks(Tokens(range(131_072)), range(50_304))
-        largest = -(-131_072 // n)
-        assert n == chunks and largest <= 16384 and largest * 50_304 * 2 <= gibibytes * 2**30 / 32
-
-
 @both_heads
 @pytest.mark.parametrize('method', ['baseline', 'z_loss', 'soft_capping'])
 def test_statistics_of_each_position_are_their_definitions(method, head, monkeypatch):

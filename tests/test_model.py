@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from model import GPT, SIZES, GPTConfig
-from test_facts import close, tiny_gpt, token_batch
+from test_facts import F64, close, tiny_gpt, token_batch
 
 
 def test_sizes_are_the_published_ones():
@@ -47,15 +47,10 @@ def reference_hidden(w, tokens, n_layer, n_head):
     def norm(x, gain):
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * gain
 
-    def rope(x, d):
-        x = x.clone()
-        for t in range(len(x)):
-            for j in range(0, d, 2):
-                angle = t * 10000 ** (-j / d)
-                a, b = x[t, j].item(), x[t, j + 1].item()
-                x[t, j] = a * math.cos(angle) - b * math.sin(angle)
-                x[t, j + 1] = a * math.sin(angle) + b * math.cos(angle)
-        return x
+    def rope(x, d):  # neighbours are a complex number, which position t turns by t 10000^(-j / d)
+        angle = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(0, d, 2, dtype=F64) / d)
+        turned = torch.view_as_complex(x[:, :d].unflatten(1, (-1, 2)).contiguous()) * torch.exp(1j * angle)
+        return torch.cat((torch.view_as_real(turned).flatten(1), x[:, d:]), dim=1)
     x = w['wte.weight'][tokens]
     T, H = x.shape
     D = H // n_head
