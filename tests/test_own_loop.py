@@ -1,23 +1,19 @@
 """The README's lines for anybody's own training loop do what train.py does, sharded too; Appendix E."""
 import itertools
-import os
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import ROOT
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
+from test_readme import read
 
 
 def readme_functions():
     """center and mu_loss as the README gives them."""
-    with open(os.path.join(ROOT, 'README.md'), encoding='utf-8') as file:
-        first_line = '# mu-centering and mu-loss in any PyTorch training loop\n'
-        block = re.search(rf'```python\n({first_line}.*?)```', file.read(), re.DOTALL)
-    names = {}
-    exec(block[1], names)
+    names, first_line = {}, '# mu-centering and mu-loss in any PyTorch training loop\n'
+    exec(re.search(rf'```python\n({first_line}.*?)```', read('README.md'), re.DOTALL)[1], names)
     return names['center'], names['mu_loss']
 
 
