@@ -1,11 +1,11 @@
-"""The GPT: sizes, initial weights, RoPE, the Transformer, dtypes."""
+"""The GPT: sizes, initial weights, the Transformer written out, dtypes."""
 import math
 
 import pytest
 import torch
 
-from model import GPT, SIZES, GPTConfig, rope_tables, rotate
-from test_facts import F64, close, generator, normal, tiny_gpt, token_batch
+from model import GPT, SIZES, GPTConfig
+from test_facts import F64, close, tiny_gpt, token_batch
 
 
 def test_sizes_are_the_published_ones():
@@ -31,15 +31,9 @@ def test_initialisation(tying):
             assert bool((p == 1).all()), name  # gains
         else:
             assert p.std().item() == pytest.approx(expected[kind], rel=5 / math.sqrt(p.numel())), name
-    tokens = torch.randint(V, (2, 129), generator=generator(0))
-    with torch.no_grad():
-        loss, _ = gpt(tokens[:, :-1], tokens[:, 1:])
-    assert loss.item() == pytest.approx(math.log(V), abs=0.1)
 
 
-@pytest.mark.parametrize('size, checksum', [
-    ('tiny', -39.735), ('16M', 4907.620), ('29M', 1633.058),
-    ('57M', 14627.919), ('109M', 28414.591), ('221M', 64294.009)])
+@pytest.mark.parametrize('size, checksum', [('tiny', -39.735), ('16M', 4907.620), ('221M', 64294.009)])
 def test_a_seed_gives_the_weights_of_the_published_runs(size, checksum):
     """Its tolerance is well above an error in the last bit of each weight, which another CPU may make."""
     torch.manual_seed(1)
@@ -48,34 +42,15 @@ def test_a_seed_gives_the_weights_of_the_published_runs(size, checksum):
     assert sum(sums) == pytest.approx(checksum, abs=0.05)
 
 
-def test_rope_depends_on_distance_alone_and_turns_the_first_half():
-    config = GPTConfig(n_embd=64, n_head=2, block_size=32)
-    cos, sin = (t.double() for t in rope_tables(config))
-    q, k = (normal(generator(seed), 1, 1, 1, 32).expand(1, 1, 32, 32) for seed in (0, 1))
-    scores = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2)
-    for distance in range(-31, 32):
-        values = scores[0, 0].diagonal(distance)
-        close(values, values[:1].expand_as(values), rtol=0, atol=1e-5)  # the tables are fp32
-    assert torch.equal(rotate(q, cos, sin)[..., 16:], q[..., 16:]) and cos.shape == (32, 32)
-    # frequencies from the rotated half: theta_j = 10000^(-2j/16)
-    theta = 10000.0 ** (-torch.arange(8, dtype=F64) / 8)
-    close(cos[1], torch.cat((theta.cos().repeat_interleave(2), torch.ones(16))), rtol=0, atol=1e-7)
-
-
 def reference_hidden(w, tokens, n_layer, n_head):
     """Final hidden states (T, H) of one sequence, from Appendix A and sharing no code with model.py."""
     def norm(x, gain):
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * gain
 
-    def rope(x, d):
-        x = x.clone()
-        for t in range(len(x)):
-            for j in range(0, d, 2):
-                angle = t * 10000 ** (-j / d)
-                a, b = x[t, j].item(), x[t, j + 1].item()
-                x[t, j] = a * math.cos(angle) - b * math.sin(angle)
-                x[t, j + 1] = a * math.sin(angle) + b * math.cos(angle)
-        return x
+    def rope(x, d):  # neighbours are a complex number, which position t turns by t 10000^(-j / d)
+        angle = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(0, d, 2, dtype=F64) / d)
+        turned = torch.view_as_complex(x[:, :d].unflatten(1, (-1, 2)).contiguous()) * torch.exp(1j * angle)
+        return torch.cat((torch.view_as_real(turned).flatten(1), x[:, d:]), dim=1)
     x = w['wte.weight'][tokens]
     T, H = x.shape
     D = H // n_head
@@ -96,7 +71,7 @@ def reference_hidden(w, tokens, n_layer, n_head):
 
 
 def test_the_transformer_is_the_papers_and_causal():
-    gpt = tiny_gpt(n_layer=2, n_embd=32, n_head=4)
+    gpt = tiny_gpt(n_layer=2, n_embd=64, n_head=4)  # RoPE turns 8 of 16 dimensions, by four angles
     with torch.no_grad():
         for name, p in gpt.named_parameters():  # gains that are not one, an attention that is not flat
             p.copy_(torch.rand_like(p) + 0.5 if 'norm' in name else 5 * p)

@@ -11,9 +11,9 @@ import pytest
 import model
 import train
 from conftest import ENV, ROOT
+from model import SUBSETS
 
 PUBLISHED = os.path.join(ROOT, 'results', 'published_here')
-EVERY = 'operands,logits,gradient'
 SHIFT = pd.read_csv(os.path.join(PUBLISHED, 'shift', 'results.csv'))
 
 
@@ -22,14 +22,20 @@ def read(*path):
         return file.read()
 
 
-def cells_of(line):
-    return [cell.strip().replace(',', '') for cell in line.strip().strip('|').split('|')]
+def table(text):
+    """The cells of the first table in a text, without the line below its header."""
+    header, _, *rows = re.search(r'(^\|.*\n)+', text, re.M)[0].replace(',', '').splitlines()
+    return [[cell.strip() for cell in line.split('|')[1:-1]] for line in (header, *rows)]
 
 
-def assert_shown(text, value):
-    """The number in `text` is `value`, to the digits that it shows."""
-    digits = len(text.partition('e')[0].partition('.')[2]) - int(text.partition('e')[2] or 0)
-    assert float(text) == pytest.approx(value, abs=0.5001 * 10.0 ** -digits)
+def shifted(method, rounded, norm):
+    return SHIFT[(SHIFT.method == method) & (SHIFT.rounded == rounded) & (SHIFT.mu_shift == float(norm))]
+
+
+def assert_shown(text, *values):
+    """The numbers in `text` are these values, to the digits that it shows."""
+    for number, value in zip(re.findall(r'-?[\d.]+', text), values, strict=True):
+        assert float(number) == pytest.approx(value, abs=0.5001 * 10.0 ** -len(number.partition('.')[2]))
 
 
 def test_every_link_is_there():
@@ -49,35 +55,26 @@ def test_each_method_of_the_table_is_in_the_function_that_it_names():
 
 
 def test_the_numbers_of_the_shift_table_are_those_of_the_csv():
-    header, _, *lines = re.findall(r'^\|.*$', read('README.md').split('## What we measured')[1], re.M)
+    (_, *norms), *lines = table(read('README.md').split('## What we measured')[1])
     names = {'baseline': 'baseline', 'z-loss': 'z_loss', 'μ-centering': 'mu_centering',
              'zero-sum': 'zero_sum', 'centered': 'centered_head'}
     assert len(lines) == 6
-    for line in lines:
-        label, *shown = cells_of(line)
-        rows = SHIFT[(SHIFT.method == names[label.split()[0]])
-                     & (SHIFT.rounded == ('none' if 'without' in label else EVERY))]
-        for norm, cell in zip(cells_of(header)[1:], shown, strict=True):
-            losses = rows[rows.mu_shift == float(norm)].test_loss
-            found = [losses.mean(), losses.min(), losses.max()] if len(losses) else []
-            for text, value in zip(re.findall(r'[\d.]+', cell), found, strict=True):
-                assert_shown(text, value)
-    at_300 = SHIFT[(SHIFT.method == 'baseline') & (SHIFT.mu_shift == 300)]
-    for rounded, low, high in ((EVERY, 534.5, 1842.5), ('none', -200, 200)):
-        assert at_300[at_300.rounded == rounded].logit_mean.between(low, high).all()
+    for label, *cells in lines:
+        for norm, cell in zip(norms, cells, strict=True):
+            rounded = 'none' if 'without' in label else SUBSETS[-1]
+            losses = shifted(names[label.split()[0]], rounded, norm).test_loss
+            assert_shown(cell, *((losses.mean(), losses.min(), losses.max()) if len(losses) else ()))
+    for rounded, low, high in ((SUBSETS[-1], 534.5, 1842.5), ('none', -200, 200)):
+        assert shifted('baseline', rounded, 300).logit_mean.between(low, high).all()
 
 
 def test_the_numbers_of_the_table_of_roundings_are_those_of_the_csv():
-    text = read('results', 'published_here', 'README.md').split('| baseline, rounded to bf16 |')[1]
-    parts = ['none', 'operands', 'logits', 'gradient', 'operands,logits', 'operands,gradient',
-             'logits,gradient', EVERY]
-    lines = re.findall(r'^\|.*$', text.split('**Proved**')[0], re.M)[1:]
-    for rounded, line in zip(parts, lines, strict=True):
-        rows = SHIFT[(SHIFT.method == 'baseline') & (SHIFT.rounded == rounded)]
-        found = [rows[rows.mu_shift == norm][column].mean() for norm in (300, 1000)
-                 for column in ('test_loss', 'logit_mean')]
-        for text, value in zip(cells_of(line)[1:], found, strict=True):
-            assert_shown(text, value)
+    text = read('results', 'published_here', 'README.md')
+    _, *lines = table(text[text.index('| baseline, rounded to bf16 |'):])
+    for rounded, (_, *cells) in zip(SUBSETS, lines, strict=True):
+        rows = [shifted('baseline', rounded, norm) for norm in (300, 1000)]
+        assert_shown(' '.join(cells), *(row[column].mean() for row in rows
+                                        for column in ('test_loss', 'logit_mean')))
 
 
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
