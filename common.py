@@ -80,10 +80,11 @@ def write_atomic(path, write, mode='wb'):
         os.fsync(folder)  # the rename itself must survive a power cut
         os.close(folder)
     except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         reason = getattr(error, 'strerror', None) or getattr(error.__context__, 'strerror', None) or error
         raise UserError(f'cannot write {path}: {reason}', status=1) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
 
 
 def write_json(path, value):
