@@ -116,14 +116,15 @@ def test_bad_input_is_refused_with_one_line(program, flags, words, bad, corpus, 
     assert os.listdir(tmp_path) == [] and times(bad) == before
 
 
-def test_every_flag_of_a_run_refuses_what_is_no_value_of_it(corpus, tmp_path):
+def test_every_flag_of_a_run_refuses_what_is_no_value_of_it():
     """Numbers refuse what is none, is not finite or negative; a choice refuses what it does not offer."""
-    flags = [action for action in train.parser()._actions if action.type or action.choices]
+    parser = train.parser()
+    flags = [action for action in parser._actions if action.type or action.choices]
     assert len(flags) > 30
     for action in flags:
         name = action.option_strings[0]
         for text in ('', 'x', 'nan', 'inf', '-1', '1e400', '0x1', '1 2'):
-            refused(lambda: train.main([f'{name}={text}', f'--data={corpus}']), name)  # noqa: B023
+            refused(lambda: common.parse_args(parser, [f'{name}={text}']), name)  # noqa: B023
 
 
 def test_bad_input_ends_a_process_with_status_2(bad, corpus, tmp_path):
