@@ -196,6 +196,8 @@ def test_init_from_what_cannot_work_writes_nothing(corpus, whole, stopped, tmp_p
     flags = [*LONG, f'--data={corpus}', f'--out={tmp_path}/bad']
     for source, more, named in ((f'{tmp_path}/x.pt', '--lr=1', 'x.pt'), (tmp_path, '--lr=1', '.pt'),
                                 (whole, '--lr=1', '--steps=60'), ('', '--lr=1', 'checkpoint'),
+                                (f'{whole}/model_30.pt', '--weight_tying', 'weight_tying'),
+                                (f'{whole}/model_30.pt', '--rope_fraction=1', 'rope_fraction'),
                                 (f'{whole}/model_30.pt', '--n_embd=64', 'model_30.pt')):
         refused(lambda: train.main([*flags, f'--init_from={source}', more]), named)  # noqa: B023
     assert os.listdir(tmp_path) == ['x.pt']
