@@ -1,6 +1,6 @@
 """
 What a shifted mean costs: tables of runs with --mu_shift, which adds one vector to every output embedding
-before training. In exact arithmetic that changes nothing (Fact 2), so what it costs is rounding.
+before training. In exact arithmetic that changes nothing (Fact 2): what is lost is lost to rounding.
 """
 import pandas as pd
 

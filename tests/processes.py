@@ -11,7 +11,7 @@ from unittest import mock
 import common
 
 # Processes start in a moment: they are forked from a server that has imported all this and done nothing with
-# it. An optimizer imports torch._dynamo, which alone takes seconds.
+# it. An optimizer imports torch._dynamo, and that takes seconds.
 START = multiprocessing.get_context('forkserver')
 START.set_forkserver_preload(['train', 'prepare_fineweb', 'test_prepare', 'runs', 'torch._dynamo'])
 SERVER_ENV = {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}  # where it finds the above
