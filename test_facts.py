@@ -54,7 +54,7 @@ def random_heads(n=60):
 
 def chunks_of(n):
     """What to put in place of head.n_chunks, so that the chunked head takes n tokens at a time."""
-    return lambda h, E: -(-len(h) // n)
+    return lambda h, E, config: -(-len(h) // n)
 
 
 def tiny_gpt(method='baseline', seed=0, head=plain_head, **more):

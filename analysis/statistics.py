@@ -65,7 +65,7 @@ def statistics(batches, E, config, mu=None):
     fact_3_premise (the premise of Fact 3 holds) and fact_3 (it does not, or the conclusion holds as well).
     And of each token r_emb = |e*_i| / |e_i|.
     """
-    exact, E_32 = replace(config, logits_dtype='float32'), E.float()
+    exact, E_32 = replace(config, dtype='float32', logits_dtype='float32'), E.float()
     mu = E_32.mean(dim=0) if mu is None else mu
     norm = E_32.norm(dim=1)
     norm_star = torch.cat([(rows - mu).norm(dim=1) for rows in E_32.split(2**16)])
@@ -74,7 +74,7 @@ def statistics(batches, E, config, mu=None):
     for h, targets in batches:
         h_op, E_op = operands(h, E, config)
         # smaller chunks than in training, since a dozen tensors of n x V are held here and two there
-        n = min(4 * n_chunks(h, E), -(-len(h) // 64))
+        n = min(4 * n_chunks(h, E, exact), -(-len(h) // 64))
         for h_c, h_op_c, targets_c in zip(h.float().chunk(n), h_op.chunk(n), targets.chunk(n), strict=True):
             found = of_the_logits(h_op_c, E_op, targets_c, config)
             logits, more = of_centering(h_c, E_32, mu, norm, norm_star)

@@ -24,7 +24,8 @@ MESH = ('--size=tiny', '--n_layer=1', '--n_embd=16', '--block_size=16', '--batch
         '--device=cpu', '--threads=1')
 KINDS = {'centered': ('--method=mu_centering', '--weight_tying', '--dtype=float64'),
          'regularised': ('--method=mu_loss', '--lam=1000', '--dtype=float64'),
-         'single': ('--method=mu_loss', '--lam=1', '--dtype=float32')}
+         'single': ('--method=mu_loss', '--lam=1', '--dtype=float32'),
+         'low': ('--method=mu_loss', '--lam=1', '--dtype=bfloat16')}
 CASES = [(world, micro, kind) for kind in KINDS for world, micro in ((1, 8), (1, 2), (2, 4), (2, 1), (4, 1))]
 
 
@@ -82,24 +83,28 @@ def test_all_ranks_have_the_same_bits_and_centered_embeddings(meshes):
         assert (E.mean(dim=0).norm() <= torch.finfo(E.dtype).eps * E.norm()) == (kind == 'centered')
 
 
-def test_any_number_of_processes_has_the_same_gradients_to_fp32_summation(meshes, corpus):
+@pytest.mark.parametrize('kind, dtype, unit', [('single', 'float64', 127 * 2.0 ** -24),
+                                               ('low', 'bfloat16', 2 * 2.0 ** -8)])
+def test_any_number_of_processes_has_the_same_gradients_to_rounding(kind, dtype, unit, meshes, corpus):
     """
-    However n terms x_i are summed, the sum is off by no more than (n - 1) u sum |x_i|, u = 2^-24 (Higham,
-    Accuracy and Stability of Numerical Algorithms, 4.2). The terms are those of the 128 tokens of the batch,
-    their magnitudes what each sequence adds to the gradient, in float64.
+    However n terms x_i are summed in fp32, the sum is off by no more than (n - 1) u sum |x_i|, u = 2^-24
+    (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). The terms are those of the 128 tokens of
+    the batch, their magnitudes what each sequence adds to the gradient, in float64. Products in bf16 round
+    the sum over a micro-batch to 2^-8 of itself, and the terms, each a micro-batch here, as well.
     """
-    config = load(meshes[1, 8, 'single'])['config']
+    config = load(meshes[1, 8, kind])['config']
     torch.manual_seed(config['seed'])
-    gpt = GPT(gpt_config({**config, 'dtype': 'float64', 'logits_dtype': 'float64'})).double()
+    gpt = GPT(gpt_config({**config, 'dtype': dtype, 'logits_dtype': dtype}))
+    gpt = gpt.double() if dtype == 'float64' else gpt
     losses = [gpt(row[:, :-1], row[:, 1:])[0] / 8 for row in global_batch(corpus, 0).split(1)]
     losses.append(embeddings_to_loss(gpt.E, gpt.config))  # once per step
     terms = [torch.autograd.grad(loss, list(gpt.parameters()), allow_unused=True) for loss in losses]
     terms = [[g for g in of_parameter if g is not None] for of_parameter in zip(*terms, strict=True)]
-    for world, micro, kind in CASES:
-        if kind == 'single':
+    for world, micro, other in CASES:
+        if other == kind:
             gradients = seen_by(meshes[world, micro, kind], world)[0]['gradients']
             for found, exact in zip(gradients, terms, strict=True):
-                bound = 127 * 2.0 ** -24 * sum(g.abs() for g in exact).norm()
+                bound = unit * sum(g.abs() for g in exact).norm()
                 assert found.dtype == torch.float32
                 assert (found - sum(exact)).norm() <= bound, (world, micro)
 

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from model import GPT, SIZES, GPTConfig
+from model import GPT, SIZES, GPTConfig, attend
 from test_facts import F64, close, tiny_gpt, token_batch
 
 
@@ -84,13 +84,37 @@ def test_the_transformer_is_the_papers_and_causal():
     assert ((gpt.hidden(tokens) - found).abs().amax(dim=(0, 2)) > 1e-12).tolist() == [False] * 9 + [True] * 7
 
 
+def test_attention_in_bf16_is_exact_up_to_its_roundings():
+    """
+    q, k and v have so few digits that the scores are exact in bf16. The probabilities P, the gradients G of
+    P and S of the scores, and each product are rounded once, each to u = 2^-8 of itself: with all of them,
+    S is off by no more than 4 u P (|G| + P |G|), and what is summed from S by one more.
+    """
+    g, u = torch.Generator().manual_seed(0), 2.0 ** -8
+    for T in (1, 7, 64):
+        q, k, v = ((torch.randint(-3, 4, (2, 3, T, 16), generator=g) / 4).requires_grad_() for _ in range(3))
+        dy = torch.randn(2, 3, T, 16, generator=g).bfloat16()
+        y = attend(q, k, v.bfloat16())
+        found = [y, *torch.autograd.grad(y, (q, k, v), dy)]
+        q, k, v, dy = (x.detach().double() for x in (q, k, v, dy))
+        P = (q @ k.mT / 4).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+        G, most = dy @ v.mT, dy.abs() @ v.abs().mT
+        S = P * (G - (P * G).sum(-1, keepdim=True)) / 4
+        off = 5 * P * (most + (P * most).sum(-1, keepdim=True)) / 4
+        for x, exact, bound in zip(found, (P @ v, S @ k, S.mT @ q, P.mT @ dy),
+                                   (2 * P @ v.abs(), off @ k.abs(), off.mT @ q.abs(), 2 * P.mT @ dy.abs()),
+                                   strict=True):
+            assert ((x - exact).abs() <= u * bound + 1e-6).all()
+
+
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-def test_products_are_in_the_dtype_and_weights_in_fp32(dtype):
+def test_products_are_in_the_dtype_and_norms_and_weights_in_fp32(dtype):
     gpt = tiny_gpt(dtype=dtype, logits_dtype=dtype)
     seen = []
     attn, mlp = gpt.blocks[0].attn, gpt.blocks[0].mlp
-    for module in (attn.qkv, attn.proj, mlp.gate, mlp.down):
+    for module in (attn.qkv, attn.norm_q, attn.norm_k, attn.proj, mlp.gate, mlp.down):
         module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     gpt(*token_batch(0))[0].backward()
-    assert seen == [getattr(torch, dtype)] * 4
+    low = getattr(torch, dtype)
+    assert seen == [low, torch.float32, torch.float32, low, low, low]
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in gpt.parameters())

@@ -20,7 +20,7 @@ from processes import finish, folder_hash, hold, one_line, process, wait_until
 from runs import SMALL, assert_same, at_call, keep_checkpoint, load, signal_at_step, state_of
 
 FLAGS = (*SMALL, '--method=mu_centering', '--weight_tying', '--lr=3e-2', '--steps=12', '--log_every=1',
-         '--ckpt_every=4', '--eval_every=3', '--keep_every=6')
+         '--ckpt_every=4', '--eval_every=3', '--keep_every=6', '--dtype=float32')
 
 
 def flags_of(corpus, out, *more):

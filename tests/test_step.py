@@ -33,6 +33,31 @@ def test_defaults_are_appendix_a(tmp_path):
     assert [m for m in METHODS if settled(tmp_path, f'--method={m}').center_every] == ['mu_centering']
 
 
+def test_defaults_of_a_cpu(tmp_path, monkeypatch):
+    """bf16 products where the CPU has units and no other rounding is asked for; long runs compile."""
+    def on_cpu(*flags, **units):
+        monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: units)
+        args = settled(tmp_path, '--device=cpu', *flags)
+        return args.dtype, args.logits_dtype, args.compile
+    low, fp32 = ('bfloat16', 'bfloat16'), ('float32', 'float32')
+    for units in ({'amx_bf16': True}, {'avx512_bf16': True, 'amx_bf16': False}):
+        assert on_cpu('--steps=100', **units) == on_cpu('--steps=100', '--logits_dtype=bfloat16', **units)
+        assert on_cpu('--steps=100', '--block_size=64', **units) == (*low, False)
+        assert on_cpu('--logits_dtype=float32', **units)[:2] == on_cpu('--dtype=float32', **units)[:2] == fp32
+        assert on_cpu('--rounded=none', '--logits_dtype=bfloat16', **units)[:2] == ('float32', 'bfloat16')
+    assert on_cpu(avx512_f=True)[:2] == on_cpu(amx_bf16=False)[:2] == fp32
+    assert on_cpu('--logits_dtype=bfloat16')[:2] == ('float32', 'bfloat16')
+    assert on_cpu('--dtype=bfloat16')[:2] == low
+
+    flops = 6 * (15_572_480 - 224 * 13 - 56 * 12) + 6 * 6 * 224 * 512  # a token's, of 16M in rows of 512
+    for steps, compiled in ((1e14 / (8 * 512 * flops), True), (1e14 / (8 * 512 * flops) - 1, False)):
+        flags = (f'--steps={math.ceil(steps)}', '--dtype=float32', '--batch_size=8', '--block_size=512')
+        monkeypatch.setenv('CXX', 'true')  # some program
+        assert on_cpu(*flags)[2] == compiled
+        monkeypatch.setenv('CXX', 'no_such_compiler')
+        assert not on_cpu(*flags)[2]
+
+
 def test_learning_rate_schedule():
     args = train.parser().parse_args(['--lr=0.1', '--warmup=5000'])
     rates = [train.learning_rate(step, args) for step in range(100_000)]

@@ -23,8 +23,8 @@ from runs import SMALL, assert_same, load, log_of, result_of, signal_at_step
 
 LONG = (*SMALL, '--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
         '--eval_every=20', '--ckpt_every=7', '--keep_every=30')
-COLUMNS = '''method size n_params weight_tying lam cap lr seed steps logits_dtype init_loss test_loss diverged
-    diverged_step mu_norm lr_sum train_seconds tokens_per_second device mu_shift rounded'''
+COLUMNS = '''method size n_params weight_tying lam cap lr seed steps dtype logits_dtype init_loss test_loss
+    diverged diverged_step mu_norm lr_sum train_seconds tokens_per_second device mu_shift rounded'''
 
 
 @pytest.fixture
