@@ -6,6 +6,8 @@ Speed and memory of the training step with each method, or of the output head, s
 
 Contestants take turns (A B A B ...), so a machine that drifts slows all of them; a ratio is the median over
 the turns of the ratio within a turn. Milliseconds are medians, after warm-up, with the device synchronised.
+TFLOP/s count matrix products alone; the share is the part of the time that they would take at the best rate
+of a large product here.
 """
 import argparse
 import contextlib
@@ -25,7 +27,7 @@ from tabulate import tabulate
 import train
 from common import UserError, check, number, parse_args, run
 from head import chunked_head, compiled_head
-from model import GPT, METHODS, SIZES, gpt_config, plain_head
+from model import GPT, METHODS, SIZES, SUBSETS, gpt_config, plain_head
 
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
 
@@ -69,10 +71,18 @@ def take_turns(calls, seconds, device):
     return np.array(times)
 
 
-def compare(contestants, n_tokens, seconds, device):
+def best_rate(dtype, device):
+    """FLOP/s of a large product of square matrices in this dtype."""
+    n = 8192 if device.type == 'cuda' else 2048
+    a = torch.randn(n, n, device=device).to(dtype)
+    return 2 * n ** 3 / take_turns([lambda: a @ a], 1, device).min()
+
+
+def compare(contestants, n_tokens, flop, best, seconds, device):
     """
     Prints a table of contestants: name -> function that returns the call to be measured, which works on
-    n_tokens and returns their loss. What does not fit in memory is left out with a line.
+    n_tokens, takes `flop` in matrix products and returns the loss. What does not fit in memory is left out
+    with a line. `best` is the machine's rate in FLOP/s.
     """
     found = {}
     for name, prepare in contestants.items():
@@ -89,8 +99,9 @@ def compare(contestants, n_tokens, seconds, device):
         middle = np.median(times[:, i])
         rows.append({'': name, 'ms': f'{1e3 * middle:.2f}', 'tokens/s': f'{n_tokens / middle:,.0f}',
                      f'time / {next(iter(found))}': f'{np.median(times[:, i] / times[:, 0]):.3f}',
+                     'TFLOP/s': f'{flop / middle / 1e12:.3g}', 'share': f'{flop / middle / best:.0%}',
                      'extra MiB': f'{memory / 2**20:,.0f}', 'loss': f'{loss:.4f}'})
-    table = tabulate(rows, 'keys', 'github', disable_numparse=True, colalign=['left'] + ['right'] * 5)
+    table = tabulate(rows, 'keys', 'github', disable_numparse=True, colalign=['left'] + ['right'] * 7)
     print(f'\n{table}\n\n{len(times)} turns', flush=True)
 
 
@@ -152,7 +163,7 @@ def main(argv=None):
     add('--head', action='store_true', help='the output head alone, of the first method')
     add('--seconds', type=number(above=0), default=20.0, help='of timing, for each size; default 20')
     add('--device', choices=['cuda', 'cpu'], help='default: cuda if there is a GPU')
-    add('--dtype', choices=dtypes, help='as in train.py')
+    add('--dtype', choices=dtypes, help='default: as in train.py')
     add('--logits_dtype', choices=dtypes, help='as in train.py')
     add('--compile', action=argparse.BooleanOptionalAction, help='compile the step; default: on a GPU')
     add('--threads', type=number(1, most=1024, whole=True), help='CPU threads')
@@ -161,13 +172,14 @@ def main(argv=None):
     add('--micro_batch_size', type=extent, help='sequences in a forward pass; default at most 16')
     add('--vocab_size', type=extent, help='rows of the head; default 50304, for tiny 2048')
     args = parse_args(p, argv)
-    args.deterministic = False  # for set_up_machine
+    args.deterministic, args.rounded = False, SUBSETS[-1]  # for set_up_machine and default_dtype
     on_gpu = args.device != 'cpu' and torch.cuda.is_available()
     check(on_gpu or args.device != 'cuda', '--device=cuda: there is no GPU here')
-    for name, gpu, cpu in (('sizes', '16M', 'tiny'), ('dtype', 'bfloat16', 'float32'), ('batch_size', 64, 8),
+    for name, gpu, cpu in (('sizes', '16M', 'tiny'), ('batch_size', 64, 8),
                            ('block_size', 2048, 128), ('compile', True, False), ('device', 'cuda', 'cpu')):
         if getattr(args, name) is None:
             setattr(args, name, gpu if on_gpu else cpu)
+    args.dtype = args.dtype or train.default_dtype(args)[0]
     args.logits_dtype = args.logits_dtype or args.dtype
     args.micro_batch_size = args.micro_batch_size or min(16, args.batch_size)
     sizes, methods = args.sizes.split(','), args.methods.split(',')
@@ -176,22 +188,28 @@ def main(argv=None):
     device = train.set_up_machine(args, 0)
 
     machine = torch.cuda.get_device_name() if on_gpu else f'cpu, {torch.get_num_threads()} threads'
-    print(f'{machine}; torch {torch.__version__}; {time.strftime("%Y-%m-%d")}')
+    best = best_rate(getattr(torch, args.dtype), device)
+    print(f'{machine}; torch {torch.__version__}; {time.strftime("%Y-%m-%d")}; at best {best / 1e12:.3g} '
+          f'TFLOP/s in {args.dtype}')
     for size in sizes:
         V = args.vocab_size or (2048 if size == 'tiny' else 50304)
         configs = {method: gpt_config({**vars(args), **SIZES[size], 'vocab_size': V, 'method': method,
                                        'lam': METHODS[method]}) for method in methods}
         if args.head:
             what, sequences, config = f'the head of {methods[0]}', args.micro_batch_size, configs[methods[0]]
+            flop = 6 * V * config.n_embd
             contestants = {name: partial(head_pass, head, config, args, device)
                            for name, head in all_heads(config).items()}
         else:
             what, sequences = 'the training step' + ', compiled' * args.compile, args.batch_size
+            with torch.device('meta'):
+                flop = GPT(configs[methods[0]]).flops_per_token()
             contestants = {method: partial(training_step, config, method, args, device)
                            for method, config in configs.items()}
         print(f'\n{size}, {what}: {sequences} x {args.block_size} tokens, V = {V:,}, {args.dtype}, logits '
               f'{args.logits_dtype}')
-        compare(contestants, sequences * args.block_size, args.seconds, device)
+        n = sequences * args.block_size
+        compare(contestants, n, n * flop, best, args.seconds, device)
 
 
 if __name__ == '__main__':

@@ -22,9 +22,9 @@ WINDOWS = 20         # a run is cut into so many windows, or into fewer if its l
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 
 COLUMNS = ('method size n_params weight_tying lam cap lr seed steps dtype logits_dtype mu_shift '
-           'rounded init_loss test_loss diverged diverged_step mu_norm logit_mean logit_mean_spread '
-           'logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss gradient_sum lr_sum '
-           'train_seconds tokens_per_second device').split()
+           'rounded init_loss test_loss train_loss diverged diverged_step mu_norm logit_mean '
+           'logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss '
+           'gradient_sum lr_sum train_seconds tokens_per_second device').split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
 TEXT = {'method', 'size', 'dtype', 'logits_dtype', 'rounded', 'device', 'quantity'}
 SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded']
@@ -231,9 +231,9 @@ def identify(rows):
 
 def complete(runs, curves):
     """
-    Fills in what follows from a run's size, schedule and log, and adds capped_loss, the test loss, or that at
-    initialisation if it is lower or the test loss is not finite, and offset, the root mean square over
-    positions of their mean logit, which is what bf16 has to round.
+    Fills in what follows from a run's size, schedule and log: train_loss is the mean over the last tenth of
+    the steps. Adds capped_loss, the test loss, or that at initialisation if it is lower or the test loss is
+    not finite, and offset, the root mean square over positions of their mean logit, which bf16 has to round.
     """
     for i, column in enumerate(('init_loss', 'n_params')):
         known = runs['size'].map({size: facts[i] for size, facts in PUBLISHED.items()})
@@ -241,9 +241,12 @@ def complete(runs, curves):
     # by default a warm-up over 5% of the steps, then a cosine to 1e-5
     runs['lr_sum'] = runs.lr_sum.fillna(runs.steps * (0.05 * runs.lr + 0.95 * (runs.lr + 1e-5)) / 2)
     logs = dict(list(curves.groupby(KEY)))
-    for i, run in runs[runs.diverged.isna()].iterrows():
-        found = diverged(logs.get(tuple(run[KEY]), curves[:0]), run.test_loss, run.init_loss)
-        runs.loc[i, ['diverged', 'diverged_step']] = found
+    for i, run in runs.iterrows():
+        curve = logs.get(tuple(run[KEY]), curves[:0])
+        if math.isnan(run.train_loss) and len(curve):
+            runs.loc[i, 'train_loss'] = curve.loss[curve.step > 0.9 * curve.step.max()].mean()
+        if math.isnan(run.diverged):
+            runs.loc[i, ['diverged', 'diverged_step']] = diverged(curve, run.test_loss, run.init_loss)
     return runs.assign(capped_loss=np.fmin(runs.test_loss, runs.init_loss),
                        offset=np.hypot(runs.logit_mean, runs.logit_mean_spread))
 

@@ -16,7 +16,7 @@ from data import Windows
 from head import n_chunks
 from model import GPT, gpt_config, logits_to_loss, operands, product_dtype, round_off
 
-POSITIONS = 131_072  # test positions that the statistics are taken over
+POSITIONS = 131_072  # the statistics are taken over that many of a run's test tokens, or all if fewer
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
@@ -127,7 +127,7 @@ def of_run(folder):
     except Exception as error:  # of any kind, since the file may hold anything
         raise UserError(f'{path}: not a model of this project ({str(error)[:150]})') from error
     windows = Windows(*where)
-    n = min(max(1, POSITIONS // windows.block_size), len(windows))
+    n = min(max(1, min(POSITIONS, settings['test_tokens']) // windows.block_size), len(windows))
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     found = of_model(gpt, torch.from_numpy(windows[np.arange(n)]))
     write_json(kept, found)

@@ -9,7 +9,7 @@ from model import METHODS
 from test_readme import table
 
 CPU = torch.device('cpu')
-TINY = ('--device=cpu', '--threads=1', '--seconds=0.1', '--batch_size=2', '--block_size=32',
+TINY = ('--device=cpu', '--dtype=float32', '--threads=1', '--seconds=0.1', '--batch_size=2', '--block_size=32',
         '--vocab_size=512')
 
 
@@ -30,17 +30,18 @@ def test_a_ratio_is_the_median_over_turns_of_the_ratio_within_a_turn(capsys, mon
     """On a machine that becomes ten times slower within the third turn: the ratio of the medians is 20."""
     times = np.array([[1, 2], [1, 2], [1, 20], [10, 20], [10, 20]])
     monkeypatch.setattr(bench, 'take_turns', lambda *_: times)
-    bench.compare(dict.fromkeys('ab', lambda: lambda: torch.zeros(())), 64, 1, CPU)
-    assert ' 2.000 ' in capsys.readouterr().out
+    bench.compare(dict.fromkeys('ab', lambda: lambda: torch.zeros(())), 64, 4e11, 1e12, 1, CPU)
+    out = capsys.readouterr().out
+    assert ' 2.000 ' in out and '40%' in out.split('| a ')[1].split('\n')[0]
 
 
 def test_what_does_not_fit_is_left_out_with_a_line(capsys):
     def large():
         raise torch.OutOfMemoryError('CUDA out of memory.\nTried to allocate 26 GiB')
-    bench.compare({'large': large, 'small': lambda: lambda: torch.zeros(())}, 64, 0.01, CPU)
+    bench.compare({'large': large, 'small': lambda: lambda: torch.zeros(())}, 64, 1e9, 1e12, 0.01, CPU)
     line, table = capsys.readouterr().out.split('\n', 1)
     assert 'left out: large' in line and '26 GiB' in line and 'small' in table and 'large' not in table
-    refused(lambda: bench.compare({'large': large}, 64, 0.01, CPU), 'see above', status=1)
+    refused(lambda: bench.compare({'large': large}, 64, 1e9, 1e12, 0.01, CPU), 'see above', status=1)
 
 
 def test_extra_memory_is_what_a_call_takes():
