@@ -29,6 +29,7 @@ from common import UserError, check, number, parse_args, run
 from head import chunked_head, compiled_head
 from model import GPT, METHODS, SIZES, SUBSETS, gpt_config, plain_head
 
+DTYPES = ['bfloat16', 'float32']
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
 
 
@@ -157,14 +158,14 @@ def all_heads(config):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    add, dtypes, extent = p.add_argument, ['bfloat16', 'float32'], number(1, most=2**16, whole=True)
+    add, extent = p.add_argument, number(1, most=2**16, whole=True)
     add('--sizes', help='separated by commas; default 16M on a GPU, tiny on a CPU')
     add('--methods', default=','.join(METHODS), help='by commas, compared with the first; default: all')
     add('--head', action='store_true', help='the output head alone, of the first method')
     add('--seconds', type=number(above=0), default=20.0, help='of timing, for each size; default 20')
     add('--device', choices=['cuda', 'cpu'], help='default: cuda if there is a GPU')
-    add('--dtype', choices=dtypes, help='default: as in train.py')
-    add('--logits_dtype', choices=dtypes, help='as in train.py')
+    add('--dtype', help='bfloat16, float32 or, separated by a comma, both; default: as in train.py')
+    add('--logits_dtype', choices=DTYPES, help='as in train.py')
     add('--compile', action=argparse.BooleanOptionalAction, help='compile the step; default: on a GPU')
     add('--threads', type=number(1, most=1024, whole=True), help='CPU threads')
     add('--batch_size', type=extent, help='sequences in a step; default 64 on a GPU, 8 on a CPU')
@@ -179,35 +180,36 @@ def main(argv=None):
                            ('block_size', 2048, 128), ('compile', True, False), ('device', 'cuda', 'cpu')):
         if getattr(args, name) is None:
             setattr(args, name, gpu if on_gpu else cpu)
-    args.dtype = args.dtype or train.default_dtype(args)[0]
-    args.logits_dtype = args.logits_dtype or args.dtype
     args.micro_batch_size = args.micro_batch_size or min(16, args.batch_size)
     sizes, methods = args.sizes.split(','), args.methods.split(',')
+    dtypes = (args.dtype or train.default_dtype(args)[0]).split(',')
+    check({*DTYPES} >= {*dtypes}, f'--dtype={args.dtype} should be some of {", ".join(DTYPES)}')
     check(SIZES.keys() >= {*sizes}, f'--sizes={args.sizes} should be some of {", ".join(SIZES)}')
     check(METHODS.keys() >= {*methods}, f'--methods={args.methods} should be some of {", ".join(METHODS)}')
     device = train.set_up_machine(args, 0)
 
     machine = torch.cuda.get_device_name() if on_gpu else f'cpu, {torch.get_num_threads()} threads'
-    best = best_rate(getattr(torch, args.dtype), device)
+    best = best_rate(getattr(torch, dtypes[0]), device)
     print(f'{machine}; torch {torch.__version__}; {time.strftime("%Y-%m-%d")}; at best {best / 1e12:.3g} '
-          f'TFLOP/s in {args.dtype}')
+          f'TFLOP/s in {dtypes[0]}')
     for size in sizes:
         V = args.vocab_size or (2048 if size == 'tiny' else 50304)
-        configs = {method: gpt_config({**vars(args), **SIZES[size], 'vocab_size': V, 'method': method,
-                                       'lam': METHODS[method]}) for method in methods}
-        if args.head:
-            what, sequences, config = f'the head of {methods[0]}', args.micro_batch_size, configs[methods[0]]
-            flop = 6 * V * config.n_embd
-            contestants = {name: partial(head_pass, head, config, args, device)
-                           for name, head in all_heads(config).items()}
-        else:
+        contestants = {}
+        for dtype, method in itertools.product(dtypes, methods[:1] if args.head else methods):
+            config = gpt_config({**vars(args), **SIZES[size], 'vocab_size': V, 'method': method,
+                                 'lam': METHODS[method], 'dtype': dtype,
+                                 'logits_dtype': args.logits_dtype or dtype})
+            calls = ({name: partial(head_pass, head, config, args, device)
+                      for name, head in all_heads(config).items()} if args.head else
+                     {method: partial(training_step, config, method, args, device)})
+            contestants |= {name + f', {dtype}' * (len(dtypes) > 1): call for name, call in calls.items()}
+        what, sequences, flop = f'the head of {methods[0]}', args.micro_batch_size, 6 * V * config.n_embd
+        if not args.head:
             what, sequences = 'the training step' + ', compiled' * args.compile, args.batch_size
             with torch.device('meta'):
-                flop = GPT(configs[methods[0]]).flops_per_token()
-            contestants = {method: partial(training_step, config, method, args, device)
-                           for method, config in configs.items()}
-        print(f'\n{size}, {what}: {sequences} x {args.block_size} tokens, V = {V:,}, {args.dtype}, logits '
-              f'{args.logits_dtype}')
+                flop = GPT(config).flops_per_token()
+        print(f'\n{size}, {what}: {sequences} x {args.block_size} tokens, V = {V:,}, {" and ".join(dtypes)}, '
+              f'logits {args.logits_dtype or "alike"}')
         n = sequences * args.block_size
         compare(contestants, n, n * flop, best, args.seconds, device)
 

@@ -126,5 +126,5 @@ def keep_freed_memory():
     that the kernel has to zero first: half the time of a small step on a CPU.
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
-    mallopt(-3, 2**30)      # M_MMAP_THRESHOLD
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+    mallopt(-1, -1)     # M_TRIM_THRESHOLD: none

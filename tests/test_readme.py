@@ -77,6 +77,17 @@ def test_the_numbers_of_the_table_of_roundings_are_those_of_the_csv():
                                         for column in ('test_loss', 'logit_mean')))
 
 
+def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
+    text, runs = read('results', 'published_here', 'README.md'), pd.read_csv(f'{PUBLISHED}/real_bf16.csv')
+    (_, *norms), *lines = table(text[text.index('| numerics |'):])
+    for method in ('baseline', 'mu_centering'):
+        for dtype in ('bfloat16', 'float32'):
+            rows = runs[(runs.method == method) & (runs.dtype == dtype)]
+            for norm, cell in zip(norms, lines.pop(0)[1:], strict=True):
+                losses = rows.test_loss[rows.mu_shift == float(norm.split()[1])]
+                assert_shown(cell, losses.mean(), losses.min(), losses.max())
+
+
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
     """The diff, applied to a copy of the project, in which the fast tests then pass, the method's own too."""
     copy, places = tmp_path / 'copy', {
