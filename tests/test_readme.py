@@ -88,6 +88,15 @@ def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
                 assert_shown(cell, losses.mean(), losses.min(), losses.max())
 
 
+def test_the_numbers_of_the_table_of_16M_are_those_of_the_csv():
+    text = read('results', 'published_here', 'README.md')
+    runs = pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
+    _, *lines = table(text[text.index('| 16M | norm'):])
+    for row, (_, norm, *cells, _) in zip(runs.itertuples(), lines, strict=True):
+        assert row.mu_shift == float(norm)
+        assert_shown(' '.join(cells), row.test_loss, row.train_loss, row.logit_mean)
+
+
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
     """The diff, applied to a copy of the project, in which the fast tests then pass, the method's own too."""
     copy, places = tmp_path / 'copy', {
