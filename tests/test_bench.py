@@ -9,8 +9,8 @@ from model import METHODS
 from test_readme import table
 
 CPU = torch.device('cpu')
-TINY = ('--device=cpu', '--dtype=float32', '--threads=1', '--seconds=0.1', '--batch_size=2', '--block_size=32',
-        '--vocab_size=512')
+TINY = ('--device=cpu', '--dtype=float32', '--threads=1', '--seconds=0.1', '--batch_size=2',
+        '--block_size=32', '--vocab_size=512')
 
 
 def test_the_step_of_every_method_and_the_loss_of_every_head(capsys):
