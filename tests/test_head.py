@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import head as head_py
 from common import UserError
-from head import chunked_head, compiled_head, loss_and_grad
-from model import SUBSETS, GPTConfig, logits_to_loss, plain_head
+from head import compiled_head, loss_and_grad
+from model import SUBSETS, GPTConfig, logits_to_loss
 from test_facts import HEAD_MODES, both_heads, chunks_of, close, config_64, generator, random_heads
 
 BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 significant bits)
