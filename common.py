@@ -127,4 +127,4 @@ def keep_freed_memory():
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
     mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-    mallopt(-1, -1)     # M_TRIM_THRESHOLD: none
+    mallopt(-1, -1)     # M_TRIM_THRESHOLD: never
