@@ -57,6 +57,8 @@ def assert_exact_up_to_bf16(head, config, n, device):
     targets = torch.randint(config.vocab_size, (n,), generator=g).to(device)
     total, stats = head(h, E, targets, config)
     gradients = torch.autograd.grad(total, (h, E))
+    if device == 'cpu' and config.head_mode != 'zero_sum':  # the product was one of bf16 units, not of fp32
+        assert torch.equal(gradients[0], gradients[0].bfloat16().float())
 
     h, E = h.detach().double(), E.detach().double()
     mu, E = E.mean(dim=0), E - (E.mean(dim=0) if config.head_mode == 'centered_head' else 0)
