@@ -31,7 +31,7 @@ SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', '
 KEY = ['variant', 'size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'rounded']  # tells runs apart
 ALL = SUBSETS[-1]
 DEFAULTS = {'mu_shift': 0.0, 'seed': 0.0, 'rounded': ALL}  # what an empty cell means
-CURVE = 'step loss lr_step lr_sum mu_norm logit_mean logit_mean_spread logit_absmax'.split()
+CURVE = 'step loss lr_step lr_sum mu_norm logit_mean logit_mean_spread logit_absmax gradient_sum'.split()
 PUBLISHED = {'16M': (10.83, 15572480), '29M': (10.83, 28638560), '57M': (10.83, 57338400),
              '109M': (10.83, 108404800), '221M': (10.85, 220810720)}  # loss at initialisation, parameters
 SHOULD = {  # what else would be wrong science, or end in a traceback
@@ -102,15 +102,16 @@ def read_log(path):
 
 def training_curve(path):
     """
-    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame: the learning rate as
-    lr_step, and lr_sum, the sum of the learning rates so far, taken as linear between log lines.
+    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame with the columns CURVE: the
+    learning rate as lr_step, and lr_sum, the sum of the learning rates so far, linear between log lines.
     """
     log = pd.DataFrame([entry for entry in read_log(path) if 'lr' in entry]).rename(columns={'lr': 'lr_step'})
     if log.empty:
         return log
     mean_lr = (log.lr_step + log.lr_step.shift(fill_value=log.lr_step[0])) / 2
     log['lr_sum'] = (log.step.diff().fillna(log.step[0]) * mean_lr).cumsum()
-    return log[::-1][::math.ceil(len(log) / CURVE_POINTS)][::-1]  # the last line is always there
+    every = math.ceil(len(log) / CURVE_POINTS)
+    return log.reindex(columns=CURVE)[::-1][::every][::-1]  # the last line is always there
 
 
 def diverged(curve, test_loss, init_loss):
@@ -145,12 +146,12 @@ def results(folders):
     return list(found.values())
 
 
-def write_csv(path, rows):
+def write_csv(path, rows, float_format=None):
     """Whole numbers without a point, unknown ones empty; but a test loss that is not finite is nan."""
     rows = rows.convert_dtypes()
     if 'test_loss' in rows:
         rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')
-    write_atomic(path, lambda file: rows.to_csv(file, index=False), mode='w')
+    write_atomic(path, lambda file: rows.to_csv(file, index=False, float_format=float_format), mode='w')
 
 
 def read_csv(path, required, columns):
