@@ -102,7 +102,7 @@ def read_log(path):
 
 def training_curve(path):
     """
-    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame with the columns CURVE: the
+    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame of the columns CURVE: the
     learning rate as lr_step, and lr_sum, the sum of the learning rates so far, linear between log lines.
     """
     log = pd.DataFrame([entry for entry in read_log(path) if 'lr' in entry]).rename(columns={'lr': 'lr_step'})

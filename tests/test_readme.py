@@ -10,10 +10,12 @@ import pytest
 
 import model
 import train
+from analysis import paper
 from conftest import ENV, ROOT
 from model import SUBSETS
 
 PUBLISHED = os.path.join(ROOT, 'results', 'published_here')
+NAMES = {name.split()[0]: method for method, name in paper.NAMES.items()} | {'baseline': 'baseline'}
 SHIFT = pd.read_csv(os.path.join(PUBLISHED, 'shift', 'results.csv'))
 
 
@@ -56,13 +58,11 @@ def test_each_method_of_the_table_is_in_the_function_that_it_names():
 
 def test_the_numbers_of_the_shift_table_are_those_of_the_csv():
     (_, *norms), *lines = table(read('README.md').split('## What we measured')[1])
-    names = {'baseline': 'baseline', 'z-loss': 'z_loss', 'μ-centering': 'mu_centering',
-             'zero-sum': 'zero_sum', 'centered': 'centered_head'}
     assert len(lines) == 6
     for label, *cells in lines:
         for norm, cell in zip(norms, cells, strict=True):
             rounded = 'none' if 'without' in label else SUBSETS[-1]
-            losses = shifted(names[label.split()[0]], rounded, norm).test_loss
+            losses = shifted(NAMES[label.split()[0]], rounded, norm).test_loss
             assert_shown(cell, *((losses.mean(), losses.min(), losses.max()) if len(losses) else ()))
     for rounded, low, high in ((SUBSETS[-1], 534.5, 1842.5), ('none', -200, 200)):
         assert shifted('baseline', rounded, 300).logit_mean.between(low, high).all()
@@ -91,10 +91,49 @@ def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
 def test_the_numbers_of_the_table_of_16M_are_those_of_the_csv():
     text = read('results', 'published_here', 'README.md')
     runs = pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
-    _, *lines = table(text[text.index('| 16M | norm'):])
-    for row, (_, norm, *cells, _) in zip(runs.itertuples(), lines, strict=True):
-        assert row.mu_shift == float(norm)
-        assert_shown(' '.join(cells), row.test_loss, row.train_loss, row.logit_mean)
+    _, *lines = table(text[text.index('| 16M | norm |'):])
+    groups = {key: rows for key, rows in runs.groupby(['method', 'rounded', 'mu_shift'])}
+    for label, norm, loss, train_loss, logit_mean, _ in lines:
+        rounded = 'none' if 'without' in label else SUBSETS[-1]
+        rows = groups.pop((NAMES[label.split()[0]], rounded, float(norm)))
+        losses = rows.test_loss
+        assert_shown(loss, *((losses.mean(), losses.min(), losses.max()) if len(rows) > 1 else losses))
+        assert_shown(f'{train_loss} {logit_mean}', rows.train_loss.mean(), rows.logit_mean.mean())
+    assert not groups  # every run is in the table
+
+
+def test_the_first_screen_says_what_16M_lost():
+    text, runs = ' '.join(read('README.md').split()), pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
+    mean = runs[runs.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift']).test_loss.mean()
+    lost = mean - mean['baseline', 0]
+    said = re.search(r'the 16M baseline loses (.*) nats of .* the paper.s loses (.*) after .* steps; '
+                     r'μ-centering loses (.*) at 331\.', text).groups()
+    published = paper.DRIFT[paper.DRIFT['size'] == '16M'].set_index('lr').excess
+    assert_shown(' '.join(said).rstrip('.'), lost['baseline', 187], lost['baseline', 331],
+                 published['0.1'], published['0.3'], lost['mu_centering', 331])
+
+
+def test_the_numbers_of_the_tables_without_a_shift_are_those_of_the_csv():
+    text = read('results', 'published_here', 'README.md')
+    published = pd.read_csv(f'{PUBLISHED}/authors_16M.csv')
+    ours = pd.read_csv(f'{PUBLISHED}/proxy/results.csv')
+    ours['rms'] = (ours.logit_mean ** 2 + ours.logit_mean_spread ** 2) ** 0.5
+    _, *lines = table(text[text.index("| lr | the paper's Σ lr |"):])
+    for lr, *cells in lines:
+        [theirs] = published[(published.method == 'baseline') & (published.lr == float(lr))].itertuples()
+        rows = ours[(ours.method == 'baseline') & (ours.lr == float(lr))]
+        assert_shown(' '.join(cells[1:4]), theirs.mu_norm, theirs.logit_mean, theirs.test_loss)
+        assert_shown(' '.join(cells[4:]), *rows[['lr_sum', 'mu_norm', 'rms', 'test_loss',
+                                                 'rounding_loss']].mean())
+    curves = pd.read_csv(f'{PUBLISHED}/natural/curves.csv')
+    _, *lines = table(text[text.index('| lr 0.1 | up to step |'):])
+    for label, step, *cells in lines:
+        rows = curves[(curves.method == NAMES[label.split()[0]]) & (curves.lr == 0.1) &
+                      (curves.rounded == ('none' if 'without' in label else SUBSETS[-1])) &
+                      curves.step.between(int(step) - 999, int(step))]
+        means = rows[['mu_norm', 'logit_mean', 'logit_mean_spread', 'loss']].mean()
+        assert_shown(' '.join(cells[:3] + cells[4:]), *means)
+        assert float(cells[3]) == pytest.approx(rows.gradient_sum.mean(), rel=0.05)
 
 
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
