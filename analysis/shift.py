@@ -2,6 +2,7 @@
 What a shifted mean costs: tables of runs with --mu_shift, which adds one vector to every output embedding
 before training. In exact arithmetic that changes nothing (Fact 2): what is lost is lost to rounding.
 """
+import numpy as np
 import pandas as pd
 
 from analysis import paper
@@ -28,6 +29,17 @@ def shifted(runs):
     rows['excess'] = rows.loss - origin.fillna(rows.groupby(SETTING).baseline.transform('mean'))
     without = (rows.method == 'baseline') & (rows.rounded == 'none')
     return rows.assign(label=rows.variant.where(rows.rounded == ALL, '').mask(without, WITHOUT))
+
+
+def rounding_noise(logit):
+    """
+    What the rounding to bf16 adds to the loss, in nats, if the logits are about `logit` (an array): at most
+    log(sinh(a) / a). There the numbers of bf16 are 2a apart, so that the rounding errors of many logits are
+    spread evenly over [-a, a]; the mean of exp(error), by which Z grows, is sinh(a) / a, while l_t keeps its
+    mean. By Jensen's inequality the mean of log Z grows by no more.
+    """
+    a = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(logit), 1))) - 8)
+    return np.log(np.sinh(a) / a)
 
 
 def over_seeds(values, form):
@@ -75,10 +87,12 @@ def mean_logit_table(rows, where):
         title=f'What a mean logit costs, {where}', where='',
         rows=pd.DataFrame({'run': both.run, SYMBOLS['mu_norm']: both.mu_norm.map('{:,.0f}'.format),
                            SYMBOLS['offset']: both.offset.map('{:,.0f}'.format),
-                           'loss': both.excess.map('{:+.3f}'.format)}),
+                           'loss': both.excess.map('{:+.3f}'.format),
+                           'noise': rounding_noise(both.offset).map('{:+.3f}'.format)}),
         says='What BF16 rounds are the logits: the cost to the baseline follows their mean. Loss: the test '
              'loss minus that without a shift; of a published run, minus that of μ-centering at the same '
-             'learning rate, and its mean logit is the mean over positions instead of the rms.')
+             'learning rate, and its mean logit is the mean over positions instead of the rms. Noise: what '
+             'rounding errors that are spread evenly add, log(sinh(a) / a) with bf16 numbers 2a apart.')
 
 
 def shift_tables(runs):
