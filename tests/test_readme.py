@@ -10,7 +10,7 @@ import pytest
 
 import model
 import train
-from analysis import paper
+from analysis import paper, runs, shift
 from conftest import ENV, ROOT
 from model import SUBSETS
 
@@ -78,11 +78,11 @@ def test_the_numbers_of_the_table_of_roundings_are_those_of_the_csv():
 
 
 def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
-    text, runs = read('results', 'published_here', 'README.md'), pd.read_csv(f'{PUBLISHED}/real_bf16.csv')
+    text, found = read('results', 'published_here', 'README.md'), pd.read_csv(f'{PUBLISHED}/real_bf16.csv')
     (_, *norms), *lines = table(text[text.index('| numerics |'):])
     for method in ('baseline', 'mu_centering'):
         for dtype in ('bfloat16', 'float32'):
-            rows = runs[(runs.method == method) & (runs.dtype == dtype)]
+            rows = found[(found.method == method) & (found.dtype == dtype)]
             for norm, cell in zip(norms, lines.pop(0)[1:], strict=True):
                 losses = rows.test_loss[rows.mu_shift == float(norm.split()[1])]
                 assert_shown(cell, losses.mean(), losses.min(), losses.max())
@@ -90,9 +90,9 @@ def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
 
 def test_the_numbers_of_the_table_of_16M_are_those_of_the_csv():
     text = read('results', 'published_here', 'README.md')
-    runs = pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
+    found = pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
     _, *lines = table(text[text.index('| 16M | norm |'):])
-    groups = {key: rows for key, rows in runs.groupby(['method', 'rounded', 'mu_shift'])}
+    groups = {key: rows for key, rows in found.groupby(['method', 'rounded', 'mu_shift'])}
     for label, norm, loss, train_loss, logit_mean, _ in lines:
         rounded = 'none' if 'without' in label else SUBSETS[-1]
         rows = groups.pop((NAMES[label.split()[0]], rounded, float(norm)))
@@ -102,9 +102,22 @@ def test_the_numbers_of_the_table_of_16M_are_those_of_the_csv():
     assert not groups  # every run is in the table
 
 
+def test_the_multiples_of_the_rounding_noise_are_those_of_the_csv():
+    text = ' '.join(read('results', 'published_here', 'README.md').split())
+    said = re.search(r'lose (.*) times as much, ours of 16M (.*) times and tiny (.*) times\.', text).groups()
+    for words, folder in zip(said, (None, 'shift_16M', 'shift'), strict=True):
+        rows = paper.DRIFT
+        if folder:
+            rows = shift.shifted(runs.read(f'{PUBLISHED}/{folder}/results.csv')[0])
+            rows = rows[rows.label == 'baseline']
+        rows = rows[rows.offset >= 256]
+        multiples = rows.excess / shift.rounding_noise(rows.offset)
+        assert_shown(words, multiples.min(), multiples.max())
+
+
 def test_the_first_screen_says_what_16M_lost():
-    text, runs = ' '.join(read('README.md').split()), pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
-    mean = runs[runs.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift']).test_loss.mean()
+    text, found = ' '.join(read('README.md').split()), pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
+    mean = found[found.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift']).test_loss.mean()
     lost = mean - mean['baseline', 0]
     said = re.search(r'the 16M baseline loses (.*) nats of .* the paper.s loses (.*) after .* steps; '
                      r'μ-centering loses (.*) at 331\.', text).groups()
