@@ -124,6 +124,10 @@ def test_the_first_screen_says_what_16M_lost():
     published = paper.DRIFT[paper.DRIFT['size'] == '16M'].set_index('lr').excess
     assert_shown(' '.join(said).rstrip('.'), lost['baseline', 187], lost['baseline', 331],
                  published['0.1'], published['0.3'], lost['mu_centering', 331])
+    excess = pd.read_csv(f'{PUBLISHED}/proxy/lrs.csv').set_index('method').excess
+    natural = re.search(r': (\S+ nats lost against \S+)\.', text)[1]
+    assert_shown(natural, excess['mu_centering'], excess['baseline'])
+    assert f'{len(found)} are drawn' in text
 
 
 def test_the_numbers_of_the_tables_without_a_shift_are_those_of_the_csv():
