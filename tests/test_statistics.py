@@ -24,13 +24,17 @@ def statistics_of(gpt):
 
 
 def test_what_centering_would_do_to_each_position():
-    """Eq. 11 and Fact 3 written out. Those of the logits as they are rounded are held to the log below."""
+    """Written out for each. What is taken from the rounded logits is held to the log below."""
     gpt = tiny_gpt_32(shift=1.0)
     with torch.no_grad():
         gpt.E.mul_(3)
         h_all, E = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).double(), gpt.E.detach().double()
     found = statistics_of(gpt)
-    for i, h in enumerate(h_all):
+    unit = F.normalize(E.mean(dim=0), dim=0)
+    curvature = torch.func.hessian(lambda x, h, target: F.cross_entropy(E @ (h + x * unit), target))
+    for i, (h, target) in enumerate(zip(h_all, WINDOWS[:, 1:].flatten(), strict=True)):
+        expected = curvature(torch.zeros((), dtype=torch.float64), h, target)
+        close(found['mu_curvature'][i].double(), expected, rtol=1e-4, atol=0)
         r_emb, r_cos, r_log, _, _ = fact_3_terms(h, E)
         expected = torch.stack([r_cos, r_log, F.cosine_similarity(E.mean(dim=0), h, dim=0)])
         close(torch.stack([found[name][i] for name in ('r_cos', 'r_log', 'cos_mu_h')]).double(), expected,
