@@ -11,15 +11,15 @@ from analysis.tables import SYMBOLS, usual
 from model import SUBSETS
 
 SETTING = ['size', 'weight_tying', 'lr']
-WITHOUT = 'baseline without any rounding'
+WITHOUT = ' without any rounding'
 
 
 def shifted(runs):
     """
     The runs of each size, tying, learning rate and variant that has one with a shifted mean, and the columns
     loss (that at initialisation if the test loss is not finite), excess (the loss minus the mean loss without
-    a shift, of the same variant or else of the baseline) and label (the variant or WITHOUT; '' if only some
-    roundings are on).
+    a shift, of the same variant or else of the baseline) and label (the variant, with WITHOUT if no rounding
+    is on; '' if only some are).
     """
     rows = runs[runs.groupby([*SETTING, 'variant']).mu_shift.transform('max') > 0].copy()
     rows['loss'] = rows.test_loss.fillna(rows.init_loss)
@@ -27,8 +27,8 @@ def shifted(runs):
     rows['baseline'] = rows.own[rows.method == 'baseline']
     origin = rows.groupby([*SETTING, 'variant']).own.transform('mean')
     rows['excess'] = rows.loss - origin.fillna(rows.groupby(SETTING).baseline.transform('mean'))
-    without = (rows.method == 'baseline') & (rows.rounded == 'none')
-    return rows.assign(label=rows.variant.where(rows.rounded == ALL, '').mask(without, WITHOUT))
+    label = rows.variant.mask(rows.rounded == 'none', rows.variant + WITHOUT)
+    return rows.assign(label=label.where(rows.rounded.isin([ALL, 'none']), ''))
 
 
 def rounding_noise(logit):
@@ -61,9 +61,9 @@ def cost_table(rows, where):
              'that is not finite counts as that at initialisation.')
 
 
-def rounding_table(rows, where):
-    """The baseline's test loss and mean logit by which roundings are on."""
-    rows = rows[(rows.method == 'baseline') & rows.mu_shift.isin(rows.mu_shift[rows.rounded != ALL])]
+def rounding_table(rows, variant, where):
+    """Test loss and mean logit of the runs of a variant by which roundings are on."""
+    rows = rows[rows.mu_shift.isin(rows.mu_shift[rows.rounded != ALL])]
     lines = []
     for subset in SUBSETS:
         line = {'rounded to bf16': subset.replace(',', ', ')}
@@ -72,14 +72,15 @@ def rounding_table(rows, where):
             line[f'logit mean at {norm:g}'] = over_seeds(part.logit_mean, '+.0f')
         lines += [line] if len(line) > 1 else []
     return dict(
-        title=f'Which rounding costs what, {where}', where='', rows=pd.DataFrame(lines).fillna('-'),
-        says='The baseline by what is rounded: the operands h and E of the logits, the logits, and their '
-             'gradient. Test loss and final mean logit, each the mean over the seeds [lowest, highest].')
+        title=f'Which rounding costs what, {variant}, {where}', where='',
+        rows=pd.DataFrame(lines).fillna('-'),
+        says='By what is rounded: the operands h and E of the logits, the logits, and their gradient. Test '
+             'loss and final mean logit, each the mean over the seeds [lowest, highest].')
 
 
 def mean_logit_table(rows, where):
     """The baseline's runs beside the published baselines by mean logit, which is what bf16 has to round."""
-    ours = rows[rows.label.isin(['baseline', WITHOUT]) & (rows.mu_shift > 0)].copy()
+    ours = rows[rows.label.isin(['baseline', 'baseline' + WITHOUT]) & (rows.mu_shift > 0)].copy()
     ours['run'] = [f'{r.label}, norm {r.mu_shift:g}, seed {r.seed:g}' for r in ours.itertuples()]
     theirs = paper.DRIFT.assign(run=[f'the paper, {r.size}, lr {r.lr}' for r in paper.DRIFT.itertuples()])
     both = pd.concat([ours, theirs[theirs.offset > 30]]).sort_values('offset')
@@ -99,11 +100,13 @@ def shift_tables(runs):
     """For each size, tying and learning rate with a shifted mean: what it costs, when, by what rounding."""
     for (size, tying, lr), rows in shifted(runs).groupby(SETTING, sort=False):
         where = f'{size} {("untied", "tied")[int(tying)]}, lr {lr:g}'
-        yield cost_table(rows, where)
+        if (rows.label != '').any():
+            yield cost_table(rows, where)
         if ((rows.label == 'baseline') & rows.offset.notna()).any():
             yield mean_logit_table(rows, where)
-        if (rows.rounded[rows.method == 'baseline'] != ALL).any():
-            yield rounding_table(rows, where)
+        for variant, part in rows.groupby('variant', sort=False):
+            if (part.rounded != ALL).any():
+                yield rounding_table(part, variant, where)
 
 
 def sentence(runs):
@@ -112,6 +115,7 @@ def sentence(runs):
     for (size, _, lr), rows in shifted(runs).groupby(SETTING, sort=False):
         rows = rows[(rows.label != '') & (rows.mu_shift == rows.mu_shift.max())]
         losses = rows.groupby('label', sort=False).loss.agg(over_seeds, '.2f')
-        lines.append(f'Test loss of {size}, lr {lr:g}, if a vector of norm {rows.mu_shift.max():g} was added '
-                     f'to all output embeddings: {", ".join(map(" ".join, losses.items()))}.')
+        if len(losses):
+            lines.append(f'Test loss of {size}, lr {lr:g}, if a vector of norm {rows.mu_shift.max():g} was '
+                         f'added to all output embeddings: {", ".join(map(" ".join, losses.items()))}.')
     return ' '.join(lines)
