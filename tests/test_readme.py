@@ -58,7 +58,7 @@ def test_each_method_of_the_table_is_in_the_function_that_it_names():
 
 def test_the_numbers_of_the_shift_table_are_those_of_the_csv():
     (_, *norms), *lines = table(read('README.md').split('## What we measured')[1])
-    assert len(lines) == 6
+    assert len(lines) == 7
     for label, *cells in lines:
         for norm, cell in zip(norms, cells, strict=True):
             rounded = 'none' if 'without' in label else SUBSETS[-1]
@@ -75,6 +75,17 @@ def test_the_numbers_of_the_table_of_roundings_are_those_of_the_csv():
         rows = [shifted('baseline', rounded, norm) for norm in (300, 1000)]
         assert_shown(' '.join(cells), *(row[column].mean() for row in rows
                                         for column in ('test_loss', 'logit_mean')))
+
+
+def test_what_z_loss_and_zero_sum_lose_by_which_rounding_is_that_of_the_csv():
+    text = ' '.join(read('results', 'published_here', 'README.md').split())
+    said = re.search(r'loses (\S+) nats at norm 1,000 without any rounding and (\S+) with all', text).groups()
+    origin, *z_loss = (shifted('z_loss', rounded, norm).test_loss.mean()
+                       for rounded, norm in ((SUBSETS[-1], 0), ('none', 1000), (SUBSETS[-1], 1000)))
+    assert_shown(' '.join(said), *(loss - origin for loss in z_loss))
+    said = re.search(r'ends at (\S+) with the gradient .* alone, at (\S+) .* alone, at (\S+) with all', text)
+    assert_shown(' '.join(said.groups()), *(shifted('zero_sum', rounded, 1000).test_loss.mean()
+                                            for rounded in ('gradient', 'logits', SUBSETS[-1])))
 
 
 def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
