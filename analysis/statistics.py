@@ -14,7 +14,7 @@ from checkpoint import load_checkpoint
 from common import UserError, read_json, write_json
 from data import Windows
 from head import n_chunks
-from model import GPT, gpt_config, logits_to_loss, operands, product_dtype, round_off
+from model import GPT, gpt_config, join_stats, logits_to_loss, operands, product_dtype, round_off
 
 POSITIONS = 131_072  # the statistics are taken over that many of a run's test tokens, or all if fewer
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
@@ -74,7 +74,7 @@ def statistics(batches, E, config, mu=None):
     norm = E_32.norm(dim=1)
     norm_star = torch.cat([(rows - mu).norm(dim=1) for rows in E_32.split(2**16)])
     r_emb = norm_star / norm.clamp_min(TINY)
-    chunks = []
+    values = {}
     for h, targets in batches:
         h_op, E_op = operands(h, E, config)
         # smaller chunks than in training, since a dozen tensors of n x V are held here and two there
@@ -83,9 +83,10 @@ def statistics(batches, E, config, mu=None):
             found = of_the_logits(h_op_c, E_op, targets_c, config)
             logits, more = of_centering(h_c, E_32, mu, norm, norm_star)
             exact_loss = logits_to_loss(logits, targets_c, exact, with_stats=False)[1]['loss']
-            chunks.append({**found, **more, 'rounding_loss': found['loss'].double() - exact_loss.double()})
+            found = {**found, **more, 'rounding_loss': found['loss'].double() - exact_loss.double()}
+            values = join_stats([values, found])  # a list of them would split a CPU's heap, as in head.py
         del E_op, h_op  # before the next batch takes as much again
-    values = {name: torch.cat([chunk[name] for chunk in chunks]).cpu() for name in chunks[0]}
+    values = {name: kept.cpu() for name, kept in values.items()}
     premise = (values['r_cos'] < 1) & bool((r_emb < 1).all())
     return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(),
             'fact_3': (~premise | (values['r_log'] < 1)).float()}

@@ -12,7 +12,7 @@ import model
 import train
 from analysis import paper, runs, shift
 from conftest import ENV, ROOT
-from model import SUBSETS
+from model import ROUNDED, SUBSETS
 
 PUBLISHED = os.path.join(ROOT, 'results', 'published_here')
 NAMES = {name.split()[0]: method for method, name in paper.NAMES.items()} | {'baseline': 'baseline'}
@@ -86,6 +86,22 @@ def test_what_z_loss_and_zero_sum_lose_by_which_rounding_is_that_of_the_csv():
     said = re.search(r'ends at (\S+) with the gradient .* alone, at (\S+) .* alone, at (\S+) with all', text)
     assert_shown(' '.join(said.groups()), *(shifted('zero_sum', rounded, 1000).test_loss.mean()
                                             for rounded in ('gradient', 'logits', SUBSETS[-1])))
+
+
+def test_the_numbers_of_the_table_of_the_push_are_those_of_the_csv():
+    text, found = read('results', 'published_here', 'README.md'), pd.read_csv(f'{PUBLISHED}/push/curves.csv')
+    header, *lines = table(text[text.index('| norm | | mean logit'):])
+    windows = [[int(number) for number in re.findall(r'\d+', words)] for words in header[2:]]
+    for norm, label, *cells in lines:
+        part = next((part for part in ROUNDED if f'{part} alone' in label), SUBSETS[-1])
+        rounded = 'none' if 'without' in label else part
+        rows = found[(found.method == NAMES[label.split()[0]]) & (found.rounded == rounded)]
+        rows = rows[rows.mu_shift == float(norm)]
+        columns = 'logit_mean', 'logit_mean', 'loss', 'loss'
+        for (first, last), column, cell in zip(windows, columns, cells, strict=True):
+            means = rows[rows.step.between(first, last)].groupby('seed')[column].mean()
+            shown = means.agg(['mean', 'min', 'max'] if '[' in cell else ['mean'])
+            assert_shown(cell, *(shown if cell else ()))
 
 
 def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():

@@ -1,8 +1,11 @@
 """The statistics of a model against their definitions and the log. What rounding costs is in test_hf.py."""
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import bench
 import train
 from analysis import statistics
 from head import chunked_head
@@ -60,3 +63,15 @@ def test_analysis_and_log_agree_where_the_logits_are_rounded_coarsely(method, lo
     # sums of 64 numbers of magnitude up to 1, in fp32 in the log
     assert found['gradient_sum'].mean().item() == pytest.approx(logged['gradient_sum'], abs=64 * 2.0 ** -24)
     assert logged['mu_norm'] == pytest.approx(gpt.E.detach().double().mean(dim=0).norm().item(), rel=1e-5)
+
+
+def test_more_positions_take_no_more_memory():
+    """What is kept of a position is a dozen numbers: with its logits, the paper's would take 80 GB."""
+    E, config = torch.randn(50304, 8), tiny_gpt(dtype='float32', logits_dtype='bfloat16').config
+    taken = []
+    for n in (1, 1, 8):  # the first time is to load what stays
+        batches = [(torch.randn(512, 8), torch.randint(len(E), (512,))) for _ in range(n)]
+        with torch.no_grad():
+            taken += [bench.extra_memory(partial(statistics.statistics, batches, E, config), E.device)]
+    logits_of_the_others = 7 * 512 * len(E) * 4
+    assert not taken[2] - taken[1] > logits_of_the_others / 2  # nan where the system does not say
