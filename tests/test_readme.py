@@ -102,6 +102,9 @@ def test_the_numbers_of_the_table_of_the_push_are_those_of_the_csv():
             means = rows[rows.step.between(first, last)].groupby('seed')[column].mean()
             shown = means.agg(['mean', 'min', 'max'] if '[' in cell else ['mean'])
             assert_shown(cell, *(shown if cell else ()))
+    from_187 = found[(found.method == 'baseline') & (found.rounded == SUBSETS[-1]) & (found.mu_shift == 187)]
+    assert from_187[from_187.step == 10].logit_mean.gt(1000).all() and from_187.seed.nunique() == 3
+    assert pd.read_csv(f'{PUBLISHED}/push/results.csv').rounding_loss.max() < 0.001  # as the text has it
 
 
 def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
@@ -151,6 +154,11 @@ def test_the_first_screen_says_what_16M_lost():
     published = paper.DRIFT[paper.DRIFT['size'] == '16M'].set_index('lr').excess
     assert_shown(' '.join(said).rstrip('.'), lost['baseline', 187], lost['baseline', 331],
                  published['0.1'], published['0.3'], lost['mu_centering', 331])
+    push = pd.read_csv(f'{PUBLISHED}/push/results.csv')
+    push = push[(push.rounded == SUBSETS[-1]) & (push.mu_shift == 187)].pivot(index='seed', columns='method')
+    lost = push.test_loss.baseline - push.test_loss.mu_centering
+    said = re.search(r'ends (\S+) nats above a centered one \((\S+) to (\S+) in three seeds', text).groups()
+    assert_shown(' '.join(said), lost.mean(), lost.min(), lost.max())
     excess = pd.read_csv(f'{PUBLISHED}/proxy/lrs.csv').set_index('method').excess
     natural = re.search(r': (\S+ nats lost against \S+)\.', text)[1]
     assert_shown(natural, excess['mu_centering'], excess['baseline'])
@@ -178,6 +186,28 @@ def test_the_numbers_of_the_tables_without_a_shift_are_those_of_the_csv():
         means = rows[['mu_norm', 'logit_mean', 'logit_mean_spread', 'loss']].mean()
         assert_shown(' '.join(cells[:3] + cells[4:]), *means)
         assert float(cells[3]) == pytest.approx(rows.gradient_sum.mean(), rel=0.05)
+
+
+def test_the_numbers_of_the_return_of_a_mean_logit_are_those_of_the_csv():
+    text, folder = read('results', 'published_here', 'README.md'), f'{PUBLISHED}/natural_bf16'
+    curves, natural = pd.read_csv(f'{folder}/curves.csv'), pd.read_csv(f'{folder}/results.csv')
+    header, *lines = table(text[text.index('| 16M from norm 57 |'):])
+    for label, *cells in lines:
+        rows = curves[curves.rounded == ('none' if 'no rounding' in label else SUBSETS[-1])]
+        column = {'mean': 'logit_mean', '‖μ‖': 'mu_norm', 'training': 'loss'}[label.split()[0]]
+        for words, cell in zip(header[1:], cells, strict=True):
+            steps = rows.step.between(*map(int, re.findall(r'\d+', words)))
+            assert_shown(cell, *([rows[steps & (rows['size'] == '16M')][column].mean()] if cell else []))
+    push = pd.read_csv(f'{PUBLISHED}/push/results.csv')
+    small = natural[(natural['size'] == 'tiny') & (natural.mu_shift == 0)]
+    large = natural[(natural['size'] == '16M') & (natural.rounded == SUBSETS[-1])]
+    unshifted = push[(push.method == 'baseline') & (push.mu_shift == 0) & (push.seed == 1)]
+    ends = pd.concat([small, unshifted, large])
+    said = r'\(to ‖μ‖ = (\S+) in .* stays at (\S+)\. .* is (\S+) to (\S+) \(65.* it is (\S+) at the end:'
+    said = re.search(said, ' '.join(text.split())).groups()
+    assert_shown(' '.join(said[:2]), small.mu_norm.item(), small.logit_mean.item())
+    ratios = [float(number.replace(',', '')) for number in said[2:]]
+    assert ratios == pytest.approx(list(ends.mu_norm ** 2 / ends.mu_curvature), rel=0.05)
 
 
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
