@@ -66,7 +66,7 @@ def test_analysis_and_log_agree_where_the_logits_are_rounded_coarsely(method, lo
 
 
 def test_more_positions_take_no_more_memory():
-    """What is kept of a position is a dozen numbers: with its logits, the paper's would take 80 GB."""
+    """What is kept of a position is a dozen numbers: its logits would fill the memory of a CPU."""
     E, config = torch.randn(50304, 8), tiny_gpt(dtype='float32', logits_dtype='bfloat16').config
     taken = []
     for n in (1, 1, 8):  # the first time is to load what stays
