@@ -49,17 +49,14 @@ def over_seeds(values, form):
     return mean + (f' [{low}, {high}]' if len(values) > 1 else '')
 
 
-def cost_table(rows, where):
-    """The test loss of each method at each norm that was added."""
-    cells = rows[rows.label != ''].groupby(['mu_shift', 'label']).loss.agg(over_seeds, '.3f').unstack(0)
-    cells = cells.loc[[label for label in rows.label.unique() if label]].fillna('-')
+def cost_table(rows, where, column, says):
+    """The mean of a column, a loss, of each method at each norm that was added."""
+    rows = rows[(rows.label != '') & rows[column].notna()]
+    cells = rows.groupby(['mu_shift', 'label'])[column].agg(over_seeds, '.3f').unstack(0)
+    cells = cells.loc[rows.label.unique()].fillna('-')
     cells.columns = [f'norm {norm:g}' for norm in cells]
-    return dict(
-        title=f'The cost of a shifted mean, {where}', where='',
-        rows=cells.rename_axis('method').reset_index(),
-        says='Test loss if a vector of this norm is added to every output embedding before training, which '
-             'changes no cross entropy in exact arithmetic (Fact 2). Mean over the seeds [lowest, highest]; '
-             'a loss that is not finite counts as that at initialisation.')
+    return dict(title=f'The cost of a shifted mean, {where}', where='',
+                rows=cells.rename_axis('method').reset_index(), says=says)
 
 
 def rounding_table(rows, variant, where):
@@ -102,7 +99,14 @@ def shift_tables(runs):
     for (size, tying, lr), rows in shifted(runs).groupby(SETTING, sort=False):
         where = f'{size} {("untied", "tied")[int(tying)]}, lr {lr:g}'
         if (rows.label != '').any():
-            yield cost_table(rows, where)
+            yield cost_table(
+                rows, where, 'loss',
+                'Test loss if a vector of this norm is added to every output embedding before training, which '
+                'changes no cross entropy in exact arithmetic (Fact 2). Mean over the seeds [lowest, highest]; '
+                'a loss that is not finite counts as that at initialisation.')
+        if rows.train_loss.notna().any():
+            yield cost_table(rows, f'{where}, training loss', 'train_loss',
+                             'The same with the mean training loss over the last tenth of the steps.')
         if ((rows.label == 'baseline') & rows.offset.notna()).any():
             yield mean_logit_table(rows, where)
         for variant, part in rows.groupby('variant', sort=False):
