@@ -49,14 +49,22 @@ def over_seeds(values, form):
     return mean + (f' [{low}, {high}]' if len(values) > 1 else '')
 
 
-def cost_table(rows, where, column, says):
-    """The mean of a column, a loss, of each method at each norm that was added."""
-    rows = rows[(rows.label != '') & rows[column].notna()]
-    cells = rows.groupby(['mu_shift', 'label'])[column].agg(over_seeds, '.3f').unstack(0)
-    cells = cells.loc[rows.label.unique()].fillna('-')
-    cells.columns = [f'norm {norm:g}' for norm in cells]
-    return dict(title=f'The cost of a shifted mean, {where}', where='',
-                rows=cells.rename_axis('method').reset_index(), says=says)
+def cost_tables(rows, where):
+    """The test loss and, where there are logs, the training loss of each method at each norm."""
+    training = 'Training loss, of the last tenth of the steps,'
+    for column, name in (('loss', 'Test loss'), ('train_loss', training)):
+        known = rows[(rows.label != '') & rows[column].notna()]
+        if not len(known):
+            continue
+        cells = known.groupby(['mu_shift', 'label'])[column].agg(over_seeds, '.3f').unstack(0)
+        cells = cells.loc[known.label.unique()].fillna('-')
+        cells.columns = [f'norm {norm:g}' for norm in cells]
+        yield dict(
+            title=f'The {name.split(",")[0].lower()} after a shift of the mean, {where}', where='',
+            rows=cells.rename_axis('method').reset_index(),
+            says=f'{name} if a vector of this norm is added to every output embedding before training, which '
+                 'changes no cross entropy in exact arithmetic (Fact 2). Mean over the seeds [lowest, '
+                 'highest]; a test loss that is not finite counts as that at initialisation.')
 
 
 def rounding_table(rows, variant, where):
@@ -98,15 +106,7 @@ def shift_tables(runs):
     """For each size, tying and learning rate with a shifted mean: what it costs, when, by what rounding."""
     for (size, tying, lr), rows in shifted(runs).groupby(SETTING, sort=False):
         where = f'{size} {("untied", "tied")[int(tying)]}, lr {lr:g}'
-        if (rows.label != '').any():
-            yield cost_table(
-                rows, where, 'loss',
-                'Test loss if a vector of this norm is added to every output embedding before training, which '
-                'changes no cross entropy in exact arithmetic (Fact 2). Mean over the seeds [lowest, highest]; '
-                'a loss that is not finite counts as that at initialisation.')
-        if rows.train_loss.notna().any():
-            yield cost_table(rows, f'{where}, training loss', 'train_loss',
-                             'The same with the mean training loss over the last tenth of the steps.')
+        yield from cost_tables(rows, where)
         if ((rows.label == 'baseline') & rows.offset.notna()).any():
             yield mean_logit_table(rows, where)
         for variant, part in rows.groupby('variant', sort=False):
