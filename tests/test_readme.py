@@ -129,6 +129,23 @@ def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
                 assert_shown(cell, losses.mean(), losses.min(), losses.max())
 
 
+def test_what_the_other_methods_lose_in_16M_is_that_of_the_csv():
+    text = ' '.join(read('results', 'published_here', 'README.md').split())
+    found, curves = (pd.read_csv(f'{PUBLISHED}/shift_16M/{name}.csv') for name in ('results', 'curves'))
+    end = found[found.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift'])[['test_loss', 'mu_norm']].mean()
+    lost = {key: loss - end.test_loss[key[0], 0] for key, loss in end.test_loss.items()}
+    said = re.search(r'loses (\S+) nats at norm 331 and (\S+) at 1,000 all the same.* from 331 to (\S+)\. .* '
+                     r'`zero_sum` loses (\S+) nats at 331,.* and (\S+) at 1,000;', text).groups()
+    assert_shown(' '.join(said), lost['z_loss', 331], lost['z_loss', 1000], end.mu_norm['mu_loss', 331],
+                 lost['zero_sum', 331], lost['zero_sum', 1000])
+    rises = re.search(r'it ends (\S+ to \S+) above .* no more than (\S+) at any norm', text).groups()
+    centering = [loss for (method, norm), loss in lost.items() if method == 'mu_centering' and norm]
+    head = max(loss for (method, _), loss in lost.items() if method == 'centered_head')
+    assert_shown(' '.join(rises), min(centering), max(centering), head)
+    capped = curves[(curves.method == 'soft_capping') & (curves.mu_shift >= 187) & (curves.step >= 40)]
+    assert (capped.logit_mean.abs() == 30).all() and capped.mu_shift.nunique() == 3
+
+
 def test_the_multiples_of_the_rounding_noise_are_those_of_the_csv():
     text = ' '.join(read('results', 'published_here', 'README.md').split())
     said = re.search(r'(\S+ to \S+) times as much, ours of 16M (.*) times and tiny (.*) times\.', text)
@@ -200,7 +217,7 @@ def test_the_numbers_of_the_return_of_a_mean_logit_are_those_of_the_csv():
     large = natural[(natural['size'] == '16M') & (natural.rounded == SUBSETS[-1])]
     unshifted = push[(push.method == 'baseline') & (push.mu_shift == 0) & (push.seed == 1)]
     ends = pd.concat([small, unshifted, large])
-    said = r'\(to ‖μ‖ = (\S+) in .* stays at (\S+)\. .* is (\S+) to (\S+) \(65.* it is (\S+) at the end:'
+    said = r'\(to ‖μ‖ = (\S+) in .* stays at (\S+)\. .* is (\S+) to (\S+) \(65.* it is (\S+) at the end,'
     said = re.search(said, ' '.join(text.split())).groups()
     assert_shown(' '.join(said[:2]), small.mu_norm.item(), small.logit_mean.item())
     ratios = [float(number.replace(',', '')) for number in said[2:]]
