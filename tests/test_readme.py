@@ -176,7 +176,7 @@ def test_the_first_screen_says_what_16M_lost():
     excess = pd.read_csv(f'{PUBLISHED}/proxy/lrs.csv').set_index('method').excess
     natural = re.search(r': (\S+ nats lost against \S+)\.', text)[1]
     assert_shown(natural, excess['mu_centering'], excess['baseline'])
-    assert f'{len(found)} are drawn' in text
+    assert f'{len(found)} are done' in text
 
 
 def test_the_numbers_of_the_tables_without_a_shift_are_those_of_the_csv():
