@@ -1,4 +1,4 @@
-"""What cannot work is refused with one line that names it, before anything is written: bad_input.txt."""
+"""What cannot work is refused with one line that names it, before anything is written."""
 import glob
 import os
 import shlex
@@ -14,57 +14,131 @@ import common
 import prepare_fineweb
 import train
 from checkpoint import FORMAT
-from conftest import ENV, links, refused
-from processes import finish, one_line, process
+from conftest import ENV, links, python, refused
 from runs import SMALL
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'bench': bench}
-LIKE_CORPUS = '--source=stdlib --tokenizer=bytes --val_tokens=20000 --shard_tokens=50000 --tokens=1e6'
+
+# Flags -> what the line must contain. {bad} is the folder that the fixture `bad` makes.
+FLAGS = {'train': '''
+    --method=mu_los -> --method, mu_loss
+    --lr=fast -> --lr, a number above 0, 'fast'
+    --lr=1e33 -> --lr, 1e+32
+    --method=weight_decay --lam=2 -> --lam=2, at most 1
+    --steps=1.5 -> --steps, a whole number from 1
+    --seed=4294967296 -> --seed
+    --beta2=1 -> --beta2, below 1
+    --warmup=100 --steps=100 -> --warmup=100, --steps=100
+    --min_lr=1 --lr=0.1 -> --min_lr=1, --lr=0.1
+    --batch_size=1e15 -> --batch_size, 65536
+    --micro_batch_size=3 -> --micro_batch_size, 4
+    --n_embd=30 --n_head=4 -> --n_embd, --n_head
+    --rope_fraction=1.0005 -> --rope_fraction
+    --mu_shift=30 --weight_tying -> --mu_shift, --weight_tying
+    --mu_shift=30 --init_from=x -> --mu_shift
+    --rounded=logits --dtype=bfloat16 -> --rounded=logits, --dtype=float32
+    --vocab_size=100 -> 257, --vocab_size
+    --eval_tokens=5 -> --eval_tokens, --block_size=32
+    --threads=1e9 -> --threads
+    --dtype=float64 --logits_dtype=bfloat16 -> --dtype=float64, --logits_dtype=bfloat16
+    --stepz=5 -> --stepz
+    --wandb -> --wandb
+    --data=/nowhere -> /nowhere, prepare_fineweb.py
+    --out=/dev/null/x -> /dev/null/x
+    --out={bad}/older_run -> older_run, version
+    --out={bad}/other_run -> other_run, batch_size=64
+    --data={bad}/empty -> empty, *_train_*.bin
+    --data={bad}/no_val -> no_val, *_val_*.bin
+    --data={bad}/short -> short, [20240520]
+    --data={bad}/cut -> x_train_000000.bin, cut short
+    --data={bad}/val_cut -> x_val_000000.bin, cut short
+    --data={bad}/magic -> magic, 20240520
+    --data={bad}/version -> version, 2]
+    --data={bad}/longer -> longer, 60000
+    --data={bad}/beyond -> beyond, token 32767
+    --data={bad}/few -> few, --block_size=32
+    --data={bad}/folder -> x_train_000000.bin
+    --data={bad}/meta_text -> meta.json
+    --data={bad}/meta_size -> vocab_size, 'many'
+    --data={bad}/meta_list -> meta.json, object
+    ''', 'prepare': '''
+    --source=local -> --files
+    --source=local --files= -> --files
+    --source=stdlib --files=x -> --files
+    --source=stdlib --name=x -> --name
+    --source=pretokenized --tokenizer=bytes -> --tokenizer
+    --source=stdlib --vocab_size=1024 -> --tokenizer=bpe
+    --tokenizer=bpe --vocab_size=256 -> --vocab_size, from 257
+    --val_tokens=3e9 -> --val_tokens
+    --source=local --tokenizer=bytes --files=/nowhere/* -> /nowhere/*, none
+    --source=local --tokenizer=bytes --files={bad}/*.* -> .doc, .parquet
+    --source=local --tokenizer=bytes --files={bad}/words.jsonl -> words.jsonl, text column
+    --source=local --tokenizer=bytes --files={bad}/cut.jsonl -> cut.jsonl, row 1
+    --source=local --tokenizer=bytes --files={bad}/empty.jsonl -> empty.jsonl
+    --source=local --tokenizer=bytes --files={bad}/cut.parquet -> cut.parquet
+    --source=local --tokenizer=bytes --files={bad}/latin.txt -> latin.txt
+    --source=stdlib --tokenizer=bytes --out={bad}/a.doc -> a.doc
+    --source=stdlib --tokenizer=bytes --out={bad}/meta_text -> meta.json
+    ''', 'analyze': '''
+    -> --results
+    /nowhere -> /nowhere
+    {bad}/empty -> {bad}/empty
+    {bad}/other_run -> {bad}/other_run
+    --results=/nowhere.csv -> /nowhere.csv
+    {bad} --results={bad}/good.csv -> --results
+    --results={bad}/good.csv --method=mu_los -> --method=mu_los, baseline
+    --results={bad}/empty.csv -> empty.csv
+    --results={bad}/no_loss.csv -> test_loss
+    --results={bad}/no_runs.csv -> no_runs.csv
+    --results={bad}/cells.csv -> cells.csv
+    --results={bad}/column_twice.csv -> twice
+    --results={bad}/twice.csv -> twice.csv
+    --results={bad}/latin.csv -> latin.csv
+    ''', 'bench': '''
+    --sizes=17M -> --sizes=17M, 16M
+    --methods=baseline,mu -> --methods=baseline,mu, mu_loss
+    ''', 'sweep': '''
+    grid -> grid, paper, ablation, demo, shift, proxy
+    demo demo -> one grid
+    METHODS=* -> --method, *
+    METHODS='$(touch pwned)' -> --method, $(touch
+    METHODS=' ' -> METHODS
+    TYING=Tied -> TYING, Tied
+    LRS='1e-3 fast' -> --lr, fast, above 0
+    JOBS='a[$(touch pwned)]' -> JOBS
+    NPROC=-1 -> NPROC
+    paper DATA=/nowhere -> /nowhere
+    OUT=/dev/null/x -> OUT, /dev/null/x
+    '''}
+
+HEAD = b'method,size,weight_tying,lr,test_loss'
+FILES = {
+    'a.doc': b'x', 'words.jsonl': b'{"words": "x"}\n', 'cut.jsonl': b'{"text": "a"}\n{"text":\n',
+    'empty.jsonl': b'', 'cut.parquet': b'PAR1', 'latin.txt': b'gr\xfc\xdfe', 'meta_text/meta.json': b'oops',
+    'meta_size/meta.json': b'{"vocab_size": "many"}', 'meta_list/meta.json': b'[257]', 'empty.csv': b'',
+    'good.csv': HEAD + b'\nbaseline,16M,0,0.1,3\n', 'no_runs.csv': HEAD + b'\n',
+    'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
+    'cells.csv': HEAD + b'\nbaseline,16M,0,0.1,3,4\n', 'latin.csv': HEAD + b'\nb\xe9,16M,0,0.1,3\n',
+    'column_twice.csv': HEAD + b',lr\nbaseline,16M,0,0.1,3,0.1\n',
+    'twice.csv': HEAD + b'\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n'}
 
 
-def read_table():
-    """The cases (program, flags, words), those that also run as processes, and the files to make."""
-    kinds = {'file': (None, '{}', None), 'meta': ('train', 'meta_{}/meta.json', '--data={{bad}}/meta_{}'),
-             'csv': ('analyze', '{}.csv', '--results={{bad}}/{}.csv')}
-    cases, processes, files = [], [], {}
-    with open(os.path.join(os.path.dirname(__file__), 'bad_input.txt'), encoding='utf-8') as file:
-        lines = [line.strip() for line in file if line.strip() and not line.startswith('#')]
-    for line in lines:
-        given, _, words = line.partition('->')
-        words = [word.strip() for word in words.split(',')]
-        program, _, rest = given.removeprefix('! ').strip().partition(' ')
-        flags = shlex.split(rest.replace('{like_corpus}', LIKE_CORPUS)) if program not in kinds else []
-        if program in kinds:
-            name, _, content = rest.partition(':')
-            content = content.strip().replace('{head}', 'method,size,weight_tying,lr,test_loss')
-            program, path, flag = kinds[program]
-            files[path.format(name)] = content.encode().decode('unicode_escape').encode('latin-1')
-            if program is None:
-                continue
-            flags, words = [flag.format(name)], [name, *words]
-        cases.append((program, flags, words))
-        if line.startswith('!'):
-            processes.append(cases[-1])
-    return cases, processes, files
-
-
-CASES, PROCESSES, TABLE_FILES = read_table()
-SWEEPS = [case for case in CASES if case[0] == 'sweep']
-IN_PROCESS = [case for case in CASES if case[0] != 'sweep']
-IDS = [' '.join([program, *flags]) for program, flags, _ in IN_PROCESS]
+def cases(*programs):
+    """Triples (program, flags, words)."""
+    lines = [(program, *line.split('->')) for program in programs
+             for line in FLAGS[program].strip().splitlines()]
+    return [(program, shlex.split(flags), [word.strip() for word in words.split(',')])
+            for program, flags, words in lines]
 
 
 def bad_shards(shard):
     """Folder -> what its train shard is, made from a good one of 50,000 tokens."""
-    def header(*values, order='<i4'):
-        return np.array([*values] + [0] * (256 - len(values)), order).tobytes()
+    def header(*values):
+        return np.array([*values] + [0] * (256 - len(values)), '<i4').tobytes()
     tokens = shard[1024:]
-    return {'short': shard[:4], 'cut': shard[:-2], 'half_a_token': shard + b'x',
-            'magic': header(1, 1, 50000) + tokens, 'version': header(20240520, 2, 50000) + tokens,
-            'big_endian': header(20240520, 1, 50000, order='>i4') + tokens,
-            'longer': header(20240520, 1, 60000) + tokens, 'negative': header(20240520, 1, -5),
-            'beyond': shard[:-2] + b'\xff\x7f', 'few': header(20240520, 1, 3) + tokens[:6],
-            'none': header(20240520, 1, 0)}
+    return {'short': shard[:4], 'cut': shard[:-2], 'magic': header(1, 1, 50000) + tokens,
+            'version': header(20240520, 2, 50000) + tokens, 'longer': header(20240520, 1, 60000) + tokens,
+            'beyond': shard[:-2] + b'\xff\x7f', 'few': header(20240520, 1, 3) + tokens[:6]}
 
 
 @pytest.fixture(scope='module')
@@ -72,20 +146,17 @@ def bad(corpus, tmp_path_factory):
     """A folder of files and folders of shards that cannot be read, each named for what is wrong with it."""
     root = tmp_path_factory.mktemp('bad')
     shard, val = (open(f'{corpus}/stdlib_{split}_000000.bin', 'rb').read() for split in ('train', 'val'))
-    shards, files = bad_shards(shard), {'deep/meta.json': b'[' * 100_000, **TABLE_FILES}
-    for name in {'no_val', 'val_cut', 'folder', 'link', *shards, *(os.path.dirname(path) for path in files)}:
-        folder = root / name
-        folder.mkdir(exist_ok=True)
+    shards = bad_shards(shard)
+    for name in ('no_val', 'val_cut', 'folder', 'meta_text', 'meta_size', 'meta_list', *shards):
+        (root / name).mkdir()
         if name == 'folder':
-            (folder / 'x_train_000000.bin').mkdir()
-        elif name == 'link':
-            (folder / 'x_train_000000.bin').symlink_to('/nowhere')
-        elif name:
-            (folder / 'x_train_000000.bin').write_bytes(shards.get(name, shard))
-        if name not in ('', 'no_val'):
-            (folder / 'x_val_000000.bin').write_bytes(val[:-1000] if name == 'val_cut' else val)
-            (folder / 'meta.json').write_bytes(b'{"vocab_size": 257}')
-    for path, content in files.items():
+            (root / name / 'x_train_000000.bin').mkdir()
+        else:
+            (root / name / 'x_train_000000.bin').write_bytes(shards.get(name, shard))
+        if name != 'no_val':
+            (root / name / 'x_val_000000.bin').write_bytes(val[:-1000] if name == 'val_cut' else val)
+            (root / name / 'meta.json').write_bytes(b'{"vocab_size": 257}')
+    for path, content in FILES.items():
         (root / path).write_bytes(content)
     for name, config in (('older_run', {'lr': 7}), ('other_run', {'format': FORMAT, 'lr': 7})):
         (root / name).mkdir()
@@ -94,25 +165,19 @@ def bad(corpus, tmp_path_factory):
     return root
 
 
-def full_command(program, flags, words, bad, corpus, out):
-    """The flags and words of a case in full."""
-    always = {'train': ['--steps=2', *SMALL, f'--data={corpus}', f'--out={out}'], 'bench': [],
-              'prepare': ['--workers=1', f'--out={out}'], 'analyze': [f'--out={out}']}
-    flags, words = ([x.replace('{bad}', str(bad)) for x in texts] for texts in (flags, words))
-    return [*always[program], *flags], words
-
-
 def times(folder):
     """When everything in a folder was last written."""
     paths = glob.glob('**', root_dir=folder, recursive=True, include_hidden=True)
     return {path: os.lstat(os.path.join(folder, path)).st_mtime_ns for path in paths}
 
 
-@pytest.mark.parametrize('program, flags, words', IN_PROCESS, ids=IDS)
+@pytest.mark.parametrize('program, flags, words', cases(*PROGRAMS), ids=lambda part: ' '.join(part)[:50])
 def test_bad_input_is_refused_with_one_line(program, flags, words, bad, corpus, tmp_path):
-    before = times(bad)
-    flags, words = full_command(program, flags, words, bad, corpus, tmp_path / 'out')
-    refused(lambda: PROGRAMS[program].main(flags), *words)
+    before, out = times(bad), f'--out={tmp_path}/out'
+    always = {'train': ['--steps=2', *SMALL, f'--data={corpus}', out], 'prepare': ['--workers=1', out],
+              'analyze': [out], 'bench': []}
+    flags, words = ([x.replace('{bad}', str(bad)) for x in texts] for texts in (flags, words))
+    refused(lambda: PROGRAMS[program].main([*always[program], *flags]), *words)
     assert os.listdir(tmp_path) == [] and times(bad) == before
 
 
@@ -127,19 +192,14 @@ def test_every_flag_of_a_run_refuses_what_is_no_value_of_it():
             refused(lambda: common.parse_args(parser, [f'{name}={text}']), name)  # noqa: B023
 
 
-def test_bad_input_ends_a_process_with_status_2(bad, corpus, tmp_path):
-    before = times(bad)
-    assert {program for program, *_ in PROCESSES} == set(PROGRAMS)
-    for case in PROCESSES:
-        flags, words = full_command(*case, bad, corpus, tmp_path / 'out')
-        finish(process(PROGRAMS[case[0]].main, flags, stderr=tmp_path / 'stderr'), 2)
-        line = one_line(tmp_path / 'stderr')
-        assert all(word in line for word in words), line
-    assert os.listdir(tmp_path) == ['stderr'] and times(bad) == before
+@pytest.mark.parametrize('program', ['train', 'prepare_fineweb', 'analyze', 'bench'])
+def test_a_program_ends_with_one_line_and_status_2(program):
+    done = python(f'{program}.py', '--no_such_flag', check=2)
+    assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1 and done.stdout == ''
 
 
 def test_bad_variables_of_a_sweep_are_refused_with_one_line(tmp_path, corpus):
-    folder = links(str(tmp_path / 'checkout'))
+    folder, sweeps = links(str(tmp_path / 'checkout')), cases('sweep')
     before = times(folder)
 
     def refuse(case):
@@ -148,8 +208,8 @@ def test_bad_variables_of_a_sweep_are_refused_with_one_line(tmp_path, corpus):
         return subprocess.run(['bash', 'sweep.sh', *grids], cwd=folder, capture_output=True, text=True,
                               env={**ENV, 'DATA': corpus, **variables})
     with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(refuse, SWEEPS))
-    for (_, arguments, words), done in zip(SWEEPS, ends, strict=True):
+        ends = list(pool.map(refuse, sweeps))
+    for (_, arguments, words), done in zip(sweeps, ends, strict=True):
         line, seen = done.stderr, (arguments, done.returncode, done.stderr)
         assert done.returncode == 2 and line.startswith('error: ') and line.count('\n') == 1, seen
         assert all(word in line for word in words), seen

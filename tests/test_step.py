@@ -58,16 +58,6 @@ def test_defaults_of_a_cpu(tmp_path, monkeypatch):
         assert not on_cpu(*flags)[2]
 
 
-def test_learning_rate_schedule():
-    args = train.parser().parse_args(['--lr=0.1', '--warmup=5000'])
-    rates = [train.learning_rate(step, args) for step in range(100_000)]
-    assert rates[0] == pytest.approx(0.1 / 5001) and rates[4999] == pytest.approx(0.1 * 5000 / 5001)
-    assert rates[5000] == 0.1 and rates[-1] == pytest.approx(1e-5, rel=1e-4)
-    assert train.learning_rate(100_000, args) == 1e-5  # the cosine divides by 95,000
-    assert rates[52_500] == pytest.approx((0.1 + 1e-5) / 2, rel=1e-12)
-    assert rates[5000:] == sorted(rates[5000:], reverse=True)
-
-
 def test_batch_order_is_pinned():
     """Values of the frozen RandomState stream: were they to change, old runs could not be resumed."""
     assert data.batch_windows(1, 0, 5, 1000).tolist() == [775, 813, 549, 55, 416]

@@ -208,21 +208,7 @@ def test_init_from_what_cannot_work_writes_nothing(corpus, whole, stopped, tmp_p
     assert folder_hash(run) == before
 
 
-# -------- other versions, forks
-
-
-def test_a_run_of_an_older_version_is_refused(corpus, stopped, tmp_path):
-    """A folder, and a checkpoint, whose settings do not say what format they have."""
-    old, state = shutil.copytree(stopped, tmp_path / 'old'), load(stopped, 'ckpt.pt')
-    del state['config']['format']
-    torch.save(state, old / 'ckpt.pt')
-    flags = [*LONG, f'--data={corpus}']
-    for config in (common.read_json(str(old / 'config.json')), state['config']):
-        common.write_json(str(old / 'config.json'), config)
-        before = folder_hash(tmp_path)
-        for more in ([f'--out={old}'], [f'--out={tmp_path}/new', f'--init_from={old}']):
-            refused(lambda: train.main([*flags, *more]), old, 'version')  # noqa: B023
-        assert folder_hash(tmp_path) == before and os.listdir(tmp_path) == ['old']
+# -------- forks
 
 
 def test_a_new_flag_leaves_the_runs_of_before_as_they_were(corpus, whole, stopped, tmp_path, monkeypatch):
