@@ -17,10 +17,10 @@ ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
        'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
 
 
-def python(*args, check=0, cwd=ROOT, **env):
+def execute(*command, check=0, cwd=ROOT, **env):
     """Runs a program as a user would and asserts its exit status; returns the finished process."""
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**ENV, **env}, capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env={**ENV, **env}, capture_output=True,
+                          text=True, timeout=600)
     assert done.returncode == check, done.stdout + done.stderr
     return done
 
@@ -43,14 +43,6 @@ def links(folder):
     return folder
 
 
-def sweep(folder, grid='demo', check=0, **env):
-    """Runs sweep.sh in a folder of links and asserts its exit status; returns the finished process."""
-    done = subprocess.run(['bash', 'sweep.sh', *grid.split()], cwd=folder, env={**ENV, **env},
-                          capture_output=True, text=True, timeout=600)
-    assert done.returncode == check, done.stdout + done.stderr
-    return done
-
-
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Shards of the standard library's source in bytes: one val shard and two train shards."""
@@ -64,6 +56,7 @@ def corpus(tmp_path_factory):
 def swept(corpus, tmp_path_factory):
     """One real sweep of two methods at two learning rates: .folder, .out (the runs), .results, .stdout."""
     folder = links(str(tmp_path_factory.mktemp('swept') / 'checkout'))
-    done = sweep(folder, METHODS='baseline mu_centering', LRS='1e-2 1e-1', STEPS='60', DATA=corpus)
+    done = execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='1e-2 1e-1',
+                   STEPS='60', DATA=corpus)
     return SimpleNamespace(folder=folder, out=os.path.join(folder, 'out', 'demo'), stdout=done.stdout,
                            results=os.path.join(folder, 'results', 'demo'))

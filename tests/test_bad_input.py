@@ -2,7 +2,6 @@
 import glob
 import os
 import shlex
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,7 +13,7 @@ import common
 import prepare_fineweb
 import train
 from checkpoint import FORMAT
-from conftest import ENV, links, python, refused
+from conftest import execute, links, refused
 from runs import SMALL
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'bench': bench}
@@ -194,7 +193,7 @@ def test_every_flag_of_a_run_refuses_what_is_no_value_of_it():
 
 @pytest.mark.parametrize('program', ['train', 'prepare_fineweb', 'analyze', 'bench'])
 def test_a_program_ends_with_one_line_and_status_2(program):
-    done = python(f'{program}.py', '--no_such_flag', check=2)
+    done = execute('python', f'{program}.py', '--no_such_flag', check=2)
     assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1 and done.stdout == ''
 
 
@@ -205,12 +204,11 @@ def test_bad_variables_of_a_sweep_are_refused_with_one_line(tmp_path, corpus):
     def refuse(case):
         variables = dict(x.split('=', 1) for x in case[1] if '=' in x)
         grids = [x for x in case[1] if '=' not in x] or ['demo']
-        return subprocess.run(['bash', 'sweep.sh', *grids], cwd=folder, capture_output=True, text=True,
-                              env={**ENV, 'DATA': corpus, **variables})
+        return execute('bash', 'sweep.sh', *grids, cwd=folder, check=2, **{'DATA': corpus, **variables})
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(refuse, sweeps))
     for (_, arguments, words), done in zip(sweeps, ends, strict=True):
-        line, seen = done.stderr, (arguments, done.returncode, done.stderr)
-        assert done.returncode == 2 and line.startswith('error: ') and line.count('\n') == 1, seen
-        assert all(word in line for word in words), seen
+        line = done.stderr
+        assert line.startswith('error: ') and line.count('\n') == 1, (arguments, line)
+        assert all(word in line for word in words), (arguments, line)
     assert times(folder) == before
