@@ -110,7 +110,7 @@ def training_step(config, method, args, device):
     """A function that makes the next optimizer step of train.py, on the same batch each time."""
     torch.manual_seed(0)
     gpt = GPT(config).to(device)
-    gpt.head = compiled_head(config) if args.compile else chunked_head
+    gpt.head = compiled_head(config, device) if args.compile else chunked_head
     if args.compile:
         gpt.hidden = torch.compile(gpt.hidden, dynamic=False)
     optimizer = torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -137,11 +137,11 @@ def head_pass(head, config, args, device):
     return call
 
 
-def all_heads(config):
+def all_heads(config, device):
     """Ours, and those of other libraries where they are installed: name -> (h, E, targets) -> mean loss."""
     compiled = torch.compile(plain_head, dynamic=False, options={'emulate_precision_casts': True})
     ours = {'plain': plain_head, 'plain, compiled': compiled, 'chunked': chunked_head,
-            'chunked, compiled': compiled_head(config)}
+            'chunked, compiled': compiled_head(config, device)}
     others, dtype = {}, getattr(torch, config.dtype)
     if hasattr(F, 'linear_cross_entropy'):
         others['F.linear_cross_entropy'] = F.linear_cross_entropy
@@ -200,7 +200,7 @@ def main(argv=None):
                                  'lam': METHODS[method], 'dtype': dtype,
                                  'logits_dtype': args.logits_dtype or dtype})
             calls = ({name: partial(head_pass, head, config, args, device)
-                      for name, head in all_heads(config).items()} if args.head else
+                      for name, head in all_heads(config, device).items()} if args.head else
                      {method: partial(training_step, config, method, args, device)})
             contestants |= {name + f', {dtype}' * (len(dtypes) > 1): call for name, call in calls.items()}
         what, sequences, flop = f'the head of {methods[0]}', args.micro_batch_size, 6 * V * config.n_embd

@@ -34,7 +34,7 @@ def run(main):
     except OSError as failed:  # a disk that fails, be it the one that holds the terminal's output
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try once more to write its buffer
         error = UserError(f'{failed.strerror or failed}: {failed.filename or "standard output"}', 1)
-    if os.environ.get('RANK', '0') == '0' or error.status == 1:  # every rank sees bad input, and one speaks
+    if os.environ.get('LOCAL_RANK', '0') == '0' or error.status == 1:  # all see bad input, one speaks
         print(f'error: {error}', file=sys.stderr, flush=True)
     sys.exit(error.status)
 

@@ -142,8 +142,15 @@ def results(folders):
     """The result.json of finished runs. UserError for one that cannot be a line of results.csv."""
     found = {folder / 'result.json': read_json(folder / 'result.json') for folder in folders}
     words = [['' if row.get(name) is None else str(row[name]) for name in COLUMNS] for row in found.values()]
-    parse(pd.DataFrame(words, list(found), COLUMNS, dtype=str), REQUIRED)
+    rows = parse(pd.DataFrame(words, list(found), COLUMNS, dtype=str), REQUIRED)
+    check_once(identify(rows), 'these folders')
     return list(found.values())
+
+
+def check_once(rows, where):
+    for _, run in rows[rows.duplicated(KEY)].iterrows():
+        raise UserError(f'{where}: the same run is there twice: ' + ', '.join(f'{k}={run[k]}' for k in KEY) +
+                        '; runs that differ in anything else should be analysed apart')
 
 
 def write_csv(path, rows, float_format=None):
@@ -266,8 +273,7 @@ def read(path):
                         parse(pd.DataFrame(columns=columns, dtype=str), []))
     runs = identify(read_csv(path, REQUIRED, COLUMNS))
     check(len(runs), f'{path}: it has no runs, only a first line')
-    for _, twice in runs[runs.duplicated(KEY)].iterrows():
-        raise UserError(f'{path}: the same run is there twice: ' + ', '.join(f'{k}={twice[k]}' for k in KEY))
+    check_once(runs, path)
     curves = beside('curves.csv', CURVE)
     curves['offset'] = np.hypot(curves.logit_mean.astype(float), curves.logit_mean_spread.astype(float))
     runs = complete(runs, curves)

@@ -45,8 +45,8 @@ def of_centering(h, E, mu, norm, norm_star):
     """
     Exact logits l_i = e_i . h (n, V), and what centering, e*_i = e_i - mu, would do to them, each (n,): r_log
     = max |l*| / max |l| (Eq. 11), r_cos, the same of the cosines, and cos_mu_h. `norm` and `norm_star` (V,)
-    are those of e_i and e*_i. And mu_curvature, the second derivative of the loss if h moves along mu / |mu|:
-    the variance over p of that component of e_i, which is what holds h against a push along mu.
+    are those of e_i and e*_i. And mu_curvature, the second derivative of the cross entropy of these logits if
+    h moves along mu / |mu|: the variance over p of that component of e_i, which holds h against a push.
     """
     logits, mu_h = h @ E.T, h @ mu
     star = logits - mu_h[:, None]

@@ -48,7 +48,7 @@ def config_of(method, dtype='bfloat16', **more):
 def head_of(config):
     """The head of a run, compiled on a GPU. Skips the test where torch is too old for that."""
     try:
-        return compiled_head(config) if ON_GPU else chunked_head
+        return compiled_head(config, torch.device('cuda')) if ON_GPU else chunked_head
     except UserError as error:
         pytest.skip(str(error))
 

@@ -147,7 +147,7 @@ def assert_compiling_keeps_every_rounding(head, config, n, device):
     *((method, 'logits,gradient') for method in ('baseline', 'soft_capping', 'z_loss', 'norm_softmax'))])
 def test_compiling_keeps_every_rounding_and_adds_none(method, rounded):
     config = GPTConfig(head_mode=method, vocab_size=200, logits_dtype='bfloat16', lam=1e-4, rounded=rounded)
-    assert_compiling_keeps_every_rounding(compiled_head(config), config, 16, 'cpu')
+    assert_compiling_keeps_every_rounding(compiled_head(config, torch.device('cpu')), config, 16, 'cpu')
 
 
 @pytest.mark.parametrize('method, dtype, logits_dtype, kept', [
@@ -158,4 +158,4 @@ def test_a_compiler_that_drops_a_rounding_is_refused(method, dtype, logits_dtype
     monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.11.0+cu128'))
     config = GPTConfig(head_mode=method, dtype=dtype, logits_dtype=logits_dtype)
     with contextlib.nullcontext() if kept else pytest.raises(UserError, match='--compile in torch 2.11'):
-        compiled_head(config)
+        compiled_head(config, torch.device('cpu'))
