@@ -12,15 +12,15 @@ from analysis.tables import SYMBOLS, usual
 from model import SUBSETS
 
 SETTING = ['size', 'weight_tying', 'lr']
-WITHOUT = ' without any rounding'
+FP32 = ' in fp32'  # added to the name of a method: nothing is rounded to bf16
 
 
 def shifted(runs):
     """
     The runs of each size, tying, learning rate and variant that has one with a shifted mean, and the columns
     loss (that at initialisation if the test loss is not finite), excess (the loss minus the mean loss without
-    a shift, of the same variant or else of the baseline) and label (the variant, with WITHOUT if no rounding
-    is on; '' if only some are).
+    a shift, of the same variant or else of the baseline) and label (the variant, with FP32 if nothing is
+    rounded; '' if only some parts are).
     """
     rows = runs[runs.groupby([*SETTING, 'variant']).mu_shift.transform('max') > 0].copy()
     rows['loss'] = rows.test_loss.fillna(rows.init_loss)
@@ -28,7 +28,7 @@ def shifted(runs):
     rows['baseline'] = rows.own[rows.method == 'baseline']
     origin = rows.groupby([*SETTING, 'variant']).own.transform('mean')
     rows['excess'] = rows.loss - origin.fillna(rows.groupby(SETTING).baseline.transform('mean'))
-    label = rows.variant.mask(rows.rounded == 'none', rows.variant + WITHOUT)
+    label = rows.variant.mask(rows.rounded == 'none', rows.variant + FP32)
     return rows.assign(label=label.where(rows.rounded.isin([ALL, 'none']), ''))
 
 
@@ -75,7 +75,7 @@ def rounding_table(rows, variant, where):
         line = {'rounded to bf16': subset.replace(',', ', ')}
         for norm, part in rows[rows.rounded == subset].groupby('mu_shift'):
             line[f'loss at norm {norm:g}'] = over_seeds(part.loss, '.3f')
-            line[f'logit mean at {norm:g}'] = over_seeds(part.logit_mean, '+.0f')
+            line[f'mean logit at norm {norm:g}'] = over_seeds(part.logit_mean, '+.0f')
         lines += [line] if len(line) > 1 else []
     return dict(
         title=f'Which rounding costs what, {variant}, {where}', where='',
@@ -86,7 +86,7 @@ def rounding_table(rows, variant, where):
 
 def mean_logit_table(rows, where):
     """The baseline's runs beside the published baselines by mean logit, which is what bf16 has to round."""
-    ours = rows[rows.label.isin(['baseline', 'baseline' + WITHOUT]) & (rows.mu_shift > 0)].copy()
+    ours = rows[rows.label.isin(['baseline', 'baseline' + FP32]) & (rows.mu_shift > 0)].copy()
     ours['run'] = [f'{r.label}, norm {r.mu_shift:g}, seed {r.seed:g}' for r in ours.itertuples()]
     theirs = paper.DRIFT.assign(run=[f'the paper, {r.size}, lr {r.lr}' for r in paper.DRIFT.itertuples()])
     both = pd.concat([ours, theirs[theirs.offset > 30]]).sort_values('offset')
