@@ -6,8 +6,8 @@ From checkpoints to statistics, tables, figures and a report for the browser.
     python analyze.py --theory                          # the paper's figures that need no runs
     python analyze.py --hf FOLDER                       # the same quantities of a model that others trained
 
-Models become statistics (analysis/statistics.py), runs csv files (analysis/runs.py), and these alone tables
-(tables.py, shift.py), figures (plots.py) and a page (report.py), so the first two give the same.
+Models become statistics (analysis/statistics.py) and runs become csv files (analysis/runs.py). Tables
+(tables.py, shift.py), figures (plots.py) and a page (report.py) are made from these files alone.
 """
 import argparse
 import os
@@ -78,9 +78,9 @@ def parser():
                    help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: text); default: '
                         "the source of Python's standard library")
     p.add_argument('--positions', type=number(least=0, whole=True), default=statistics.POSITIONS,
-                   help=f'with --hf: how many tokens of it, 0 for none (default {statistics.POSITIONS:,})')
+                   help=f'with --hf: tokens of --text, 0 for none (default {statistics.POSITIONS:,})')
     p.add_argument('--drop_odd_rows', action='store_true',
-                   help='with --hf: leave rows out of the mean that are padding or of one norm')
+                   help='with --hf: leave padding and rows of one constant norm out of the mean')
     p.add_argument('--center_to', metavar='NEW',
                    help='with --hf: write the model with centered output embeddings there')
     return p

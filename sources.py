@@ -78,7 +78,7 @@ def retry_requests(minutes):
             except Exception as error:  # the client's versions differ in what they raise
                 reason, asked = f'{type(error).__name__}, {first_line(error)}', ''
             left = begin + 60 * minutes - time.monotonic()
-            check(left > 0, f'{url}: {reason}; --retry_minutes={minutes:g} are over, later the same command '
+            check(left > 0, f'{url}: {reason}; gave up after --retry_minutes={minutes:g}; the same command '
                   'resumes', status=1)
             wait = min(max(pause, float(asked) if asked.isdigit() else 0), left)
             print(f'{url}: {reason}; trying again in {wait:.0f} s', flush=True)

@@ -96,7 +96,7 @@ def read_log(path):
             entry['step'] + entry.get('loss', 0) + entry.get('lr', 0)  # these three have to be numbers
             entries.append(entry)
         except (ValueError, TypeError, KeyError, AttributeError):
-            print(f'{log} line {i} is damaged and left out', flush=True)
+            print(f'{log} line {i} is damaged, and left out', flush=True)
     return entries
 
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import accumulate
 
 import pandas as pd
 import pytest
@@ -16,7 +17,6 @@ from model import ROUNDED, SUBSETS
 
 PUBLISHED = os.path.join(ROOT, 'results', 'published_here')
 NAMES = {name.split()[0]: method for method, name in paper.NAMES.items()} | {'baseline': 'baseline'}
-SHIFT = pd.read_csv(os.path.join(PUBLISHED, 'shift', 'results.csv'))
 
 
 def read(*path):
@@ -30,13 +30,13 @@ def table(text):
     return [[cell.strip() for cell in line.split('|')[1:-1]] for line in (header, *rows)]
 
 
-def shifted(method, rounded, norm):
-    return SHIFT[(SHIFT.method == method) & (SHIFT.rounded == rounded) & (SHIFT.mu_shift == float(norm))]
+def numbers(text):
+    return re.findall(r'-?\d+(?:\.\d+)?', text.replace(',', ''))
 
 
 def assert_shown(text, *values):
     """The numbers in `text` are these values, to the digits that it shows."""
-    for number, value in zip(re.findall(r'-?[\d.]+', text), values, strict=True):
+    for number, value in zip(numbers(text), values, strict=True):
         assert float(number) == pytest.approx(value, abs=0.5001 * 10.0 ** -len(number.partition('.')[2]))
 
 
@@ -56,172 +56,199 @@ def test_each_method_of_the_table_is_in_the_function_that_it_names():
         assert method in model.METHODS and name in (*code.co_consts, *code.co_names), method
 
 
-def test_the_numbers_of_the_tables_of_16M_are_those_of_the_csv():
-    found = pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
-    groups = {key: rows for key, rows in found.groupby(['method', 'rounded', 'mu_shift'])}
+def account(marker=None):
+    """The account as one line or, with a marker, the table of it whose header begins so."""
+    text = read('results', 'published_here', 'README.md')
+    return table(text[text.index(marker):]) if marker else ' '.join(text.split())
 
-    def rows_of(label, norm):
-        rounded = 'none' if 'without' in label else SUBSETS[-1]
-        return groups.get((NAMES[label.split()[0]], rounded, float(norm)))
 
-    def assert_losses(cell, rows):
-        losses = [] if rows is None else rows.test_loss
-        assert_shown(cell, *((losses.mean(), losses.min(), losses.max()) if len(losses) > 1 else losses))
+def said(pattern, text):
+    """What the groups of the pattern match, as one text."""
+    return ' '.join(re.search(pattern, text).groups())
+
+
+def csv_of(folder, name='results'):
+    return pd.read_csv(f'{PUBLISHED}/{folder}/{name}.csv')
+
+
+def rows_of(rows, label, **also):
+    """Those of a table's line that is labelled with a method and what is rounded."""
+    part = next((part for part in ROUNDED if f'{part} alone' in label), SUBSETS[-1])
+    wanted = {'method': NAMES[label.split()[0]], 'rounded': 'none' if 'in fp32' in label else part, **also}
+    return rows[(rows[list(wanted)] == pd.Series(wanted)).all(axis=1)]
+
+
+def assert_seeds(cell, values):
+    """A cell is the mean of values and, if several are shown, [the lowest, the highest]; empty: of none."""
+    shown = values.agg(['mean', 'min', 'max'] if '[' in cell else ['mean'])
+    assert_shown(cell, *(shown if len(values) else ()))
+
+
+def lost_in_16M():
+    """(method, norm) -> the test loss lost."""
+    found = csv_of('shift_16M')
+    mean = found[found.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift']).test_loss.mean()
+    return {key: loss - mean[key[0], 0] for key, loss in mean.items()}
+
+
+def windows(header):
+    """The steps (first, last) that the cells of a header name: those of one that names none are as before."""
+    found = [[int(number) for number in re.findall(r'\d+', words)] for words in header]
+    return [steps[-2:] for steps in accumulate(found, lambda before, steps: steps or before)]
+
+
+def test_the_tables_of_16M():
+    found, cells_seen = csv_of('shift_16M'), 0
     (_, *norms), *lines = table(read('README.md').split('## What we measured')[1])
     for label, *cells in lines:
         for norm, cell in zip(norms, cells, strict=True):
-            assert_losses(cell, rows_of(label, norm))
-    assert sum(cell != '' for _, *cells in lines for cell in cells) == len(groups)  # every run is in it
-    text = read('results', 'published_here', 'README.md')
-    for label, losses, *cells, _ in table(text[text.index('| 16M baseline |'):])[1:]:
-        rows = rows_of('baseline ' + label, label.split()[1])
-        assert_losses(losses, rows)
-        assert_shown(' '.join(cells), *rows[['train_loss', 'rounding_loss', 'logit_mean']].mean())
+            losses = rows_of(found, label, mu_shift=float(norm)).test_loss
+            assert_seeds(cell, losses)
+            assert ('[' in cell) == (len(losses) > 1)
+            cells_seen += len(losses)
+    assert cells_seen == len(found) == 68  # every run is in it
+    found['rms'] = (found.logit_mean ** 2 + found.logit_mean_spread ** 2) ** 0.5
+    for label, losses, *cells, _ in account('| 16M baseline |')[1:]:
+        rows = rows_of(found, 'baseline ' + label, mu_shift=float(label.split()[1]))
+        assert_seeds(losses, rows.test_loss)
+        assert_shown(' '.join(cells), *rows[['train_loss', 'rounding_loss', 'rms']].mean())
 
 
-def test_the_numbers_of_the_table_of_roundings_are_those_of_the_csv():
-    text = read('results', 'published_here', 'README.md')
-    _, *lines = table(text[text.index('| baseline, rounded to bf16 |'):])
-    for rounded, (_, *cells) in zip(SUBSETS, lines, strict=True):
-        rows = [shifted('baseline', rounded, norm) for norm in (300, 1000)]
-        assert_shown(' '.join(cells), *(row[column].mean() for row in rows
-                                        for column in ('test_loss', 'logit_mean')))
-
-
-def test_what_z_loss_and_zero_sum_lose_by_which_rounding_is_that_of_the_csv():
-    text = ' '.join(read('results', 'published_here', 'README.md').split())
-    said = re.search(r'loses (\S+) nats at norm 1,000 without any rounding and (\S+) with all', text).groups()
-    origin, *z_loss = (shifted('z_loss', rounded, norm).test_loss.mean()
-                       for rounded, norm in ((SUBSETS[-1], 0), ('none', 1000), (SUBSETS[-1], 1000)))
-    assert_shown(' '.join(said), *(loss - origin for loss in z_loss))
-    said = re.search(r'ends at (\S+) with the gradient .* alone, at (\S+) .* alone, at (\S+) with all', text)
-    assert_shown(' '.join(said.groups()), *(shifted('zero_sum', rounded, 1000).test_loss.mean()
-                                            for rounded in ('gradient', 'logits', SUBSETS[-1])))
-
-
-def test_the_numbers_of_the_table_of_the_push_are_those_of_the_csv():
-    text, found = read('results', 'published_here', 'README.md'), pd.read_csv(f'{PUBLISHED}/push/curves.csv')
-    header, *lines = table(text[text.index('| norm | | mean logit'):])
-    windows = [[int(number) for number in re.findall(r'\d+', words)] for words in header[2:]]
-    for norm, label, *cells in lines:
-        part = next((part for part in ROUNDED if f'{part} alone' in label), SUBSETS[-1])
-        rounded = 'none' if 'without' in label else part
-        rows = found[(found.method == NAMES[label.split()[0]]) & (found.rounded == rounded)]
-        rows = rows[rows.mu_shift == float(norm)]
-        columns = 'logit_mean', 'logit_mean', 'loss', 'loss'
-        for (first, last), column, cell in zip(windows, columns, cells, strict=True):
-            means = rows[rows.step.between(first, last)].groupby('seed')[column].mean()
-            shown = means.agg(['mean', 'min', 'max'] if '[' in cell else ['mean'])
-            assert_shown(cell, *(shown if cell else ()))
-    from_187 = found[(found.method == 'baseline') & (found.rounded == SUBSETS[-1]) & (found.mu_shift == 187)]
-    assert from_187[from_187.step == 10].logit_mean.gt(1000).all() and from_187.seed.nunique() == 3
-    assert pd.read_csv(f'{PUBLISHED}/push/results.csv').rounding_loss.max() < 0.001  # as the text has it
-
-
-def test_the_numbers_of_the_table_of_numerics_are_those_of_the_csv():
-    text, found = read('results', 'published_here', 'README.md'), pd.read_csv(f'{PUBLISHED}/real_bf16.csv')
-    (_, *norms), *lines = table(text[text.index('| numerics |'):])
-    for method in ('baseline', 'mu_centering'):
-        for dtype in ('bfloat16', 'float32'):
-            rows = found[(found.method == method) & (found.dtype == dtype)]
-            for norm, cell in zip(norms, lines.pop(0)[1:], strict=True):
-                losses = rows.test_loss[rows.mu_shift == float(norm.split()[1])]
-                assert_shown(cell, losses.mean(), losses.min(), losses.max())
-
-
-def test_what_the_other_methods_lose_in_16M_is_that_of_the_csv():
-    text = ' '.join(read('results', 'published_here', 'README.md').split())
-    found, curves = (pd.read_csv(f'{PUBLISHED}/shift_16M/{name}.csv') for name in ('results', 'curves'))
-    end = found[found.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift'])[['test_loss', 'mu_norm']].mean()
-    lost = {key: loss - end.test_loss[key[0], 0] for key, loss in end.test_loss.items()}
-    said = re.search(r'loses (\S+) nats at norm 331 and (\S+) at 1,000 all the same.* from 331 to (\S+)\. .* '
-                     r'`zero_sum` loses (\S+) nats at 331,.* and (\S+) at 1,000;', text).groups()
-    assert_shown(' '.join(said), lost['z_loss', 331], lost['z_loss', 1000], end.mu_norm['mu_loss', 331],
-                 lost['zero_sum', 331], lost['zero_sum', 1000])
-    rises = re.search(r'it ends (\S+ to \S+) above .* no more than (\S+) at any norm', text).groups()
+def test_what_16M_lost():
+    lost, text, found = lost_in_16M(), ' '.join(read('README.md').split()), csv_of('shift_16M')
+    theirs = paper.DRIFT[paper.DRIFT['size'] == '16M'].set_index('lr').excess
+    words = r'baseline loses (\S+ and \S+) nats .* loses (\S+ and \S+) after .* loses (\S+) at 331'
+    assert_shown(said(words, text), lost['baseline', 187], lost['baseline', 331],
+                 theirs['0.1'], theirs['0.3'], lost['mu_centering', 331])
+    text, full = account(), found[found.rounded == SUBSETS[-1]]
     centering = [loss for (method, norm), loss in lost.items() if method == 'mu_centering' and norm]
-    head = max(loss for (method, _), loss in lost.items() if method == 'centered_head')
-    assert_shown(' '.join(rises), min(centering), max(centering), head)
-    capped = curves[(curves.method == 'soft_capping') & (curves.mu_shift >= 187) & (curves.step >= 40)]
-    assert (capped.logit_mean.abs() == 30).all() and capped.mu_shift.nunique() == 3
+    seeds = full[full.method == 'mu_centering'].groupby('mu_shift').test_loss
+    assert_shown(said(r'it ends (\S+) to (\S+) above that .* differ by up to (\S+)\. ', text),
+                 min(centering), max(centering), (seeds.max() - seeds.min()).max())
+    z_loss = full[(full.method == 'z_loss') & (full.mu_shift > 0)].logit_mean
+    mu_loss = full[(full.method == 'mu_loss') & (full.mu_shift == 331)].mu_norm
+    assert_shown(said(r'logit between (\S+) and (\S+), and loses (.*) nats at norms 187', text), z_loss.min(),
+                 z_loss.max(), *(lost['z_loss', norm] for norm in (187, 331, 1000)))
+    assert_shown(said(r'falls from 331 to (\S+)\. .* loses (\S+) nats at 331 and (\S+) at 1,000', text),
+                 mu_loss.item(), lost['zero_sum', 331], lost['zero_sum', 1000])
+    most = float(said(r'a centered head less than (\S+) at any norm', text))
+    assert max(loss for (method, _), loss in lost.items() if method == 'centered_head') < most
+    curves = csv_of('shift_16M', 'curves')
+    capped = curves[(curves.method == 'soft_capping') & (curves.mu_shift > 0) & (curves.step >= 40)]
+    assert (capped.logit_mean.abs() == 30).all() and capped.mu_shift.nunique() == 5
+    rounding = full[full.method == 'baseline'].groupby('mu_shift').rounding_loss.mean()
+    assert_shown(said(r'would still lose (\S+)%, (\S+)% and (\S+)% as much', text),
+                 *(100 - 100 * rounding[norm] / lost['baseline', norm] for norm in (187, 331, 1000)))
 
 
-def test_the_multiples_of_the_rounding_noise_are_those_of_the_csv():
-    text = ' '.join(read('results', 'published_here', 'README.md').split())
-    said = re.search(r'(\S+ to \S+) times as much, ours of 16M (.*) times and tiny (.*) times\.', text)
-    for words, folder in zip(said.groups(), (None, 'shift_16M', 'shift'), strict=True):
+def test_the_multiples_of_the_rounding_noise():
+    words = r'(\S+ to \S+) times the noise, ours of 16M (.*) times and tiny (.*) times\.'
+    shown = re.search(words, account()).groups()
+    for multiples, folder in zip(shown, (None, 'shift_16M', 'shift'), strict=True):
         rows = paper.DRIFT
         if folder:
             rows = shift.shifted(runs.read(f'{PUBLISHED}/{folder}/results.csv')[0])
             rows = rows[rows.label == 'baseline']
         rows = rows[rows.offset >= 256]
-        multiples = rows.excess / shift.rounding_noise(rows.offset)
-        assert_shown(words, multiples.min(), multiples.max())
+        found = rows.excess / shift.rounding_noise(rows.offset)
+        assert_shown(multiples, found.min(), found.max())
 
 
-def test_the_first_screen_says_what_16M_lost():
-    text, found = ' '.join(read('README.md').split()), pd.read_csv(f'{PUBLISHED}/shift_16M/results.csv')
-    mean = found[found.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift']).test_loss.mean()
-    lost = mean - mean['baseline', 0]
-    said = re.search(r'the 16M baseline loses (.*) nats of .* the paper.s loses (.*) after .* steps; '
-                     r'μ-centering loses (.*) at 331\.', text).groups()
-    published = paper.DRIFT[paper.DRIFT['size'] == '16M'].set_index('lr').excess
-    assert_shown(' '.join(said).rstrip('.'), lost['baseline', 187], lost['baseline', 331],
-                 published['0.1'], published['0.3'], lost['mu_centering', 331])
-    push = pd.read_csv(f'{PUBLISHED}/push/results.csv')
-    push = push[(push.rounded == SUBSETS[-1]) & (push.mu_shift == 187)].pivot(index='seed', columns='method')
-    lost = push.test_loss.baseline - push.test_loss.mu_centering
-    said = re.search(r'ends (\S+) nats above a centered one \((\S+) to (\S+) in three seeds', text).groups()
-    assert_shown(' '.join(said), lost.mean(), lost.min(), lost.max())
-    excess = pd.read_csv(f'{PUBLISHED}/proxy/lrs.csv').set_index('method').excess
-    natural = re.search(r': (\S+ nats lost against \S+)\.', text)[1]
-    assert_shown(natural, excess['mu_centering'], excess['baseline'])
-    assert f'{len(found)} are done' in text
+def test_the_table_of_roundings_and_what_it_leaves_out():
+    found = csv_of('shift')
+    found['rms'] = (found.logit_mean ** 2 + found.logit_mean_spread ** 2) ** 0.5
+    parts = ('in fp32', 'operands alone', 'logits alone', 'gradient alone', '')
+    for part, (_, *cells) in zip(parts, account('| rounded to bf16 |')[1:], strict=True):
+        rows = [rows_of(found, f'baseline {part}', mu_shift=norm) for norm in (300, 1000)]
+        assert_shown(' '.join(cells), *(of[name].mean() for of in rows for name in ('test_loss', 'rms')))
+    mean = found.groupby(['method', 'rounded', 'mu_shift']).test_loss.mean()
+    lost = mean - mean['baseline', 'none', 1000]
+    assert (lost['baseline', :, 1000].drop(['logits,gradient', SUBSETS[-1]]) < 0.3).all()
+    origin = mean['z_loss', SUBSETS[-1], 0]
+    assert_shown(said(r'loses (\S+) nats at norm 1,000 in fp32 and (\S+) with all', account()),
+                 *(mean['z_loss', rounded, 1000] - origin for rounded in ('none', SUBSETS[-1])))
+    assert_shown(said(r'at norm 1,000 it ends at (\S+)\. ', account()), mean['zero_sum', SUBSETS[-1], 1000])
+    assert sum(rows_of(found, 'baseline', mu_shift=1000).logit_mean < -17_000) == 2
 
 
-def test_the_numbers_of_the_tables_without_a_shift_are_those_of_the_csv():
-    text = read('results', 'published_here', 'README.md')
-    published = pd.read_csv(f'{PUBLISHED}/authors_16M.csv')
-    ours = pd.read_csv(f'{PUBLISHED}/proxy/results.csv')
+def test_the_table_of_the_push():
+    found, (header, *lines) = csv_of('push', 'curves'), account('| norm | | mean logit')
+    for norm, label, *cells in lines:
+        rows = rows_of(found, label, mu_shift=float(norm))
+        columns = 'logit_mean', 'loss', 'loss'
+        for (first, last), column, cell in zip(windows(header[2:]), columns, cells, strict=True):
+            assert_seeds(cell, rows[rows.step.between(first, last)].groupby('seed')[column].mean())
+    from_187 = rows_of(found, 'baseline', mu_shift=187)
+    assert from_187[from_187.step == 10].logit_mean.gt(1000).all() and from_187.seed.nunique() == 3
+    ends = csv_of('push')
+    assert ends.rounding_loss.max() < 0.001
+    ends = ends[(ends.mu_shift == 187) & (ends.rounded == SUBSETS[-1])]
+    ends = ends.pivot(index='seed', columns='method', values='test_loss')
+    assert ((ends.baseline - ends.mu_centering).round(1) == 0.9).sum() == 2
+    third = ends.loc[3, ['mu_centering', 'centered_head']]
+    assert_shown(said(r'loses as well, (\S+), by its .* head ends at (\S+)\. With', account()), *third)
+    natural = csv_of('natural_bf16')
+    assert_shown(said(r'cosine, .*? baseline ends at (\S+) and μ-centering at (\S+) ', account()),
+                 *natural[natural.mu_shift == 187].sort_values('method').test_loss)
+
+
+def test_the_table_of_numerics():
+    found, ((_, *norms), *lines) = pd.read_csv(f'{PUBLISHED}/real_bf16.csv'), account('| numerics |')
+    for label, *cells in lines:
+        dtype = 'bfloat16' if 'products in bf16' in label else 'float32'
+        for norm, cell in zip(norms, cells, strict=True):
+            rows = found[(found.method == NAMES[label.split()[0]]) & (found.dtype == dtype)]
+            assert_seeds(cell, rows.test_loss[rows.mu_shift == float(norm.split()[1])])
+
+
+def test_the_tables_of_natural_drift():
+    published, ours = pd.read_csv(f'{PUBLISHED}/authors_16M.csv'), csv_of('proxy')
     ours['rms'] = (ours.logit_mean ** 2 + ours.logit_mean_spread ** 2) ** 0.5
-    _, *lines = table(text[text.index("| lr | the paper's Σ lr |"):])
-    for lr, *cells in lines:
+    for lr, _, *cells in account("| lr | the paper's Σ lr |")[1:]:
         [theirs] = published[(published.method == 'baseline') & (published.lr == float(lr))].itertuples()
         rows = ours[(ours.method == 'baseline') & (ours.lr == float(lr))]
-        assert_shown(' '.join(cells[1:4]), theirs.mu_norm, theirs.logit_mean, theirs.test_loss)
-        assert_shown(' '.join(cells[4:]), *rows[['lr_sum', 'mu_norm', 'rms', 'test_loss',
-                                                 'rounding_loss']].mean())
-    curves = pd.read_csv(f'{PUBLISHED}/natural/curves.csv')
-    _, *lines = table(text[text.index('| lr 0.1 | up to step |'):])
-    for label, step, *cells in lines:
-        rows = curves[(curves.method == NAMES[label.split()[0]]) & (curves.lr == 0.1) &
-                      (curves.rounded == ('none' if 'without' in label else SUBSETS[-1])) &
-                      curves.step.between(int(step) - 999, int(step))]
-        means = rows[['mu_norm', 'logit_mean', 'logit_mean_spread', 'loss']].mean()
-        assert_shown(' '.join(cells[:3] + cells[4:]), *means)
-        assert float(cells[3]) == pytest.approx(rows.gradient_sum.mean(), rel=0.05)
+        assert_shown(' '.join(cells), theirs.mu_norm, theirs.logit_mean, theirs.test_loss,
+                     *rows[['lr_sum', 'mu_norm', 'logit_mean', 'rms', 'test_loss', 'rounding_loss']].mean())
+    lrs, text = csv_of('proxy', 'lrs').set_index('method'), ' '.join(read('README.md').split())
+    assert_shown(said(r'save loss: (\S+) nats lost against (\S+)\. ', text), lrs.excess['mu_centering'],
+                 lrs.excess['baseline'])
+    words = said(r'loses (\S+) nats \((\S+) to (\S+) over .* 1.22\), μ-centering (\S+) \((\S+) to (\S+)\)',
+                   account())
+    assert_shown(words, *lrs.loc['baseline', ['excess', 'excess_low', 'excess_high']],
+                 *lrs.loc['mu_centering', ['excess', 'excess_low', 'excess_high']])
+    fp32 = csv_of('proxy_fp32').groupby('method').test_loss.mean()
+    assert_shown(said(r'baseline ends at (\S+) and μ-centering at (\S+), so', account()), fp32['baseline'],
+                 fp32['mu_centering'])
+    found = pd.read_csv(f'{PUBLISHED}/search.csv').query('method == "baseline"')
+    often = found[found.tokens_per_row >= 0.5].logit_mean_spread
+    rare = found[found.tokens_per_row.between(0.06, 0.25) & (found.lr == 0.3)].logit_mean_spread
+    said_of_search = r'at any learning rate \((\S+) runs\); .* it is (\S+) to (\S+) in (\S+) of (\S+) runs'
+    assert_shown(said(said_of_search, account()), len(often), rare[rare > 50].min(), rare.max(),
+                 sum(rare > 50), len(rare))
+    assert often.max() < 20
 
 
-def test_the_numbers_of_the_return_of_a_mean_logit_are_those_of_the_csv():
-    text, folder = read('results', 'published_here', 'README.md'), f'{PUBLISHED}/natural_bf16'
-    curves, natural = pd.read_csv(f'{folder}/curves.csv'), pd.read_csv(f'{folder}/results.csv')
-    header, *lines = table(text[text.index('| 16M from norm 57 |'):])
+def test_the_tables_of_a_mean_logit_that_comes_back():
+    curves, natural = csv_of('natural_bf16', 'curves'), csv_of('natural_bf16')
+    columns = {'mean': 'logit_mean', '‖μ‖': 'mu_norm', 'training': 'loss', 'loss': 'loss'}
+    small, large = curves[curves['size'] == 'tiny'].query('mu_shift == 0'), curves[curves['size'] == '16M']
+    header, *lines = account('| 16M from norm 57 |')
     for label, *cells in lines:
-        rows = curves[curves.rounded == ('none' if 'no rounding' in label else SUBSETS[-1])]
-        column = {'mean': 'logit_mean', '‖μ‖': 'mu_norm', 'training': 'loss'}[label.split()[0]]
-        for words, cell in zip(header[1:], cells, strict=True):
-            steps = rows.step.between(*map(int, re.findall(r'\d+', words)))
-            assert_shown(cell, *([rows[steps & (rows['size'] == '16M')][column].mean()] if cell else []))
-    push = pd.read_csv(f'{PUBLISHED}/push/results.csv')
-    small = natural[(natural['size'] == 'tiny') & (natural.mu_shift == 0)]
-    large = natural[(natural['size'] == '16M') & (natural.rounded == SUBSETS[-1])]
-    unshifted = push[(push.method == 'baseline') & (push.mu_shift == 0) & (push.seed == 1)]
-    ends = pd.concat([small, unshifted, large])
-    said = r'\(to ‖μ‖ = (\S+) in .* stays at (\S+)\. .* is (\S+) to (\S+) \(65.* it is (\S+) at the end,'
-    said = re.search(said, ' '.join(text.split())).groups()
-    assert_shown(' '.join(said[:2]), small.mu_norm.item(), small.logit_mean.item())
-    ratios = [float(number.replace(',', '')) for number in said[2:]]
-    assert ratios == pytest.approx(list(ends.mu_norm ** 2 / ends.mu_curvature), rel=0.05)
+        quantity, who = label.split(' ', 1)
+        rows = rows_of(large, who.removeprefix('logit ').removeprefix('loss '))
+        for (first, last), cell in zip(windows(header[1:]), cells, strict=True):
+            assert_seeds(cell, rows[rows.step.between(first, last)][columns[quantity]])
+    header, *lines = account('| 65,536 tokens a step |')
+    for label, *cells in lines:
+        rows = rows_of(small, label)
+        for (first, last), words, cell in zip(windows(header[1:]), header[1:], cells, strict=True):
+            column = columns[words.split(': ')[-1].split()[0]]
+            assert_seeds(cell, rows[rows.step.between(first, last)][column])
+    unshifted = rows_of(csv_of('push'), 'baseline', mu_shift=0, seed=1)
+    ends = pd.concat([rows_of(natural, 'baseline', size='tiny', mu_shift=0), unshifted,
+                      rows_of(natural, 'baseline', size='16M')])
+    shown = numbers(said(r'drift it is (\S+) to (\S+) \(65.* in 16M (\S+)\. ', account()))
+    assert [*map(float, shown)] == pytest.approx([*(ends.mu_norm ** 2 / ends.mu_curvature)], rel=0.05)
 
 
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
