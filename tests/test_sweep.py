@@ -130,6 +130,8 @@ def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
     assert (large.size, large.data, large.threads, large.device) == ('16M', 'data/stdlib_gpt2', None, 'cpu')
     assert (demo.device, demo.logits_dtype, demo.data, demo.steps) == ('cpu', 'bfloat16', 'data/stdlib', 1000)
     assert (proxy.data, proxy.n_embd, proxy.batch_size * proxy.block_size) == ('data/stdlib_bpe', 8, 64)
+    shared = execute('bash', 'sweep.sh', cwd=folder, DRY_RUN='1', JOBS='2', CUDA_VISIBLE_DEVICES='0,1,2,3')
+    assert shared.stdout.startswith('torchrun --standalone --nproc_per_node=2 ')
     assert os.listdir(tmp_path) == ['checkout'] and not os.path.exists(os.path.join(folder, 'out'))
 
 

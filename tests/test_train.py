@@ -74,7 +74,8 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert result['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6) == log[-2]['mu_norm']
 
 
-def test_test_loss_is_over_exactly_the_tokens_asked_for(whole, corpus):
+def test_test_loss_is_over_exactly_the_tokens_asked_for(whole, corpus, trained):
+    """Or over as many as there are, if that is fewer."""
     saved = load(whole)
     gpt = GPT(gpt_config(saved['config']))
     gpt.load_state_dict(saved['model'])
@@ -86,6 +87,8 @@ def test_test_loss_is_over_exactly_the_tokens_asked_for(whole, corpus):
     logits = product.bfloat16().float().flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
     assert result_of(whole)['test_loss'] == pytest.approx(loss.item(), rel=1e-5)
+    config = load(trained('all', '--steps=1', '--test_tokens=1e9'))['config']
+    assert config['test_tokens'] == 19_999 // 32 * 32 and config['eval_tokens'] == 128
 
 
 def test_reported_loss_is_the_bare_cross_entropy(trained):
@@ -109,7 +112,8 @@ def test_compile_gives_the_same_losses(trained):
 def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(trained, lr, method, dtype, head):
     """As far as --lr goes."""
     out = trained('run', f'--lr={lr}', f'--method={method}', f'--dtype={dtype}', f'--logits_dtype={dtype}',
-                  f'--head={head}', '--lam=1', '--warmup=0', '--steps=30', '--log_every=10')
+                  f'--head={head}', '--lam=1', '--warmup=0', '--steps=30', '--log_every=10',
+                  '--keep_every=10')
     result, saved = result_of(out), load(out)
     assert all(bool(torch.isfinite(w).all()) for w in saved['model'].values())
     assert result['diverged'] == 1 and math.isnan(result['test_loss'])
@@ -117,6 +121,7 @@ def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(traine
     assert not os.path.exists(os.path.join(out, 'ckpt.pt'))
     if method == 'baseline':  # one update was made, then none; the host sees that at step 10
         assert saved['step'] == 1 and result['lr_sum'] == float(lr) and log_of(out)[-2]['step'] == 10
+        assert not os.path.exists(os.path.join(out, 'model_10.pt'))
 
 
 def test_the_time_left_is_that_of_the_steps_left(trained, monkeypatch, capsys):
