@@ -129,12 +129,14 @@ def test_what_16M_lost():
     mu_loss = full[(full.method == 'mu_loss') & (full.mu_shift == 331)].mu_norm
     assert_shown(said(r'logit between (\S+) and (\S+), and loses (.*) nats at norms 187', text), z_loss.min(),
                  z_loss.max(), *(lost['z_loss', norm] for norm in (187, 331, 1000)))
-    assert_shown(said(r'falls from 331 to (\S+)\. .* loses (\S+) nats at 331 and (\S+) at 1,000', text),
-                 mu_loss.item(), lost['zero_sum', 331], lost['zero_sum', 1000])
+    zero_sum = [lost['zero_sum', norm] for norm in (57, 80, 187, 331)]
+    assert_shown(said(r'from 331 to (\S+)\. .* loses (\S+) to (\S+) nats up to norm 331 and (\S+) at', text),
+                 mu_loss.item(), min(zero_sum), max(zero_sum), lost['zero_sum', 1000])
+    assert max(zero_sum) < (seeds.max() - seeds.min()).max()  # as README has it
     most = float(said(r'a centered head less than (\S+) at any norm', text))
     assert max(loss for (method, _), loss in lost.items() if method == 'centered_head') < most
     curves = csv_of('shift_16M', 'curves')
-    capped = curves[(curves.method == 'soft_capping') & (curves.mu_shift > 0) & (curves.step >= 40)]
+    capped = curves[(curves.method == 'soft_capping') & (curves.mu_shift > 0) & (curves.step >= 60)]
     assert (capped.logit_mean.abs() == 30).all() and capped.mu_shift.nunique() == 5
     rounding = full[full.method == 'baseline'].groupby('mu_shift').rounding_loss.mean()
     assert_shown(said(r'would still lose (\S+)%, (\S+)% and (\S+)% as much', text),
