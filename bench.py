@@ -174,12 +174,11 @@ def main(argv=None):
     add('--vocab_size', type=extent, help='rows of the head; default 50304, for tiny 2048')
     args = parse_args(p, argv)
     args.deterministic, args.rounded = False, SUBSETS[-1]  # for set_up_machine and default_dtype
-    on_gpu = args.device != 'cpu' and torch.cuda.is_available()
-    check(on_gpu or args.device != 'cuda', '--device=cuda: there is no GPU here')
-    for name, gpu, cpu in (('sizes', '16M', 'tiny'), ('batch_size', 64, 8),
-                           ('block_size', 2048, 128), ('compile', True, False), ('device', 'cuda', 'cpu')):
+    args.device = args.device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    for name, gpu, cpu in (('sizes', '16M', 'tiny'), ('batch_size', 64, 8), ('block_size', 2048, 128),
+                           ('compile', True, False)):
         if getattr(args, name) is None:
-            setattr(args, name, gpu if on_gpu else cpu)
+            setattr(args, name, gpu if args.device == 'cuda' else cpu)
     args.micro_batch_size = args.micro_batch_size or min(16, args.batch_size)
     sizes, methods = args.sizes.split(','), args.methods.split(',')
     dtypes = (args.dtype or train.default_dtype(args)[0]).split(',')
