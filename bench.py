@@ -187,7 +187,8 @@ def main(argv=None):
     check(METHODS.keys() >= {*methods}, f'--methods={args.methods} should be some of {", ".join(METHODS)}')
     device = train.set_up_machine(args, 0)
 
-    machine = torch.cuda.get_device_name() if on_gpu else f'cpu, {torch.get_num_threads()} threads'
+    cpu = f'cpu, {torch.get_num_threads()} threads'
+    machine = torch.cuda.get_device_name() if args.device == 'cuda' else cpu
     best = best_rate(getattr(torch, dtypes[0]), device)
     print(f'{machine}; torch {torch.__version__}; {time.strftime("%Y-%m-%d")}; at best {best / 1e12:.3g} '
           f'TFLOP/s in {dtypes[0]}')
