@@ -125,16 +125,11 @@ def test_what_16M_lost():
     seeds = full[full.method == 'mu_centering'].groupby('mu_shift').test_loss
     assert_shown(said(r'it ends (\S+) to (\S+) above that .* differ by up to (\S+)\. ', text),
                  min(centering), max(centering), (seeds.max() - seeds.min()).max())
-    z_loss = full[(full.method == 'z_loss') & (full.mu_shift > 0)].logit_mean
     mu_loss = full[(full.method == 'mu_loss') & (full.mu_shift == 331)].mu_norm
-    assert_shown(said(r'logit between (\S+) and (\S+), and loses (.*) nats at norms 187', text), z_loss.min(),
-                 z_loss.max(), *(lost['z_loss', norm] for norm in (187, 331, 1000)))
+    assert_shown(said(r'z-loss loses (\S+) nats at .* ‖μ‖ only from 331 to (\S+)\. ', text),
+                 lost['z_loss', 1000], mu_loss.item())
     zero_sum = [lost['zero_sum', norm] for norm in (57, 80, 187, 331)]
-    assert_shown(said(r'from 331 to (\S+)\. .* loses (\S+) to (\S+) nats up to norm 331 and (\S+) at', text),
-                 mu_loss.item(), min(zero_sum), max(zero_sum), lost['zero_sum', 1000])
     assert max(zero_sum) < (seeds.max() - seeds.min()).max()  # as README has it
-    most = float(said(r'a centered head less than (\S+) at any norm', text))
-    assert max(loss for (method, _), loss in lost.items() if method == 'centered_head') < most
     curves = csv_of('shift_16M', 'curves')
     capped = curves[(curves.method == 'soft_capping') & (curves.mu_shift > 0) & (curves.step >= 60)]
     assert (capped.logit_mean.abs() == 30).all() and capped.mu_shift.nunique() == 5
@@ -167,10 +162,9 @@ def test_the_table_of_roundings_and_what_it_leaves_out():
     lost = mean - mean['baseline', 'none', 1000]
     assert (lost['baseline', :, 1000].drop(['logits,gradient', SUBSETS[-1]]) < 0.3).all()
     origin = mean['z_loss', SUBSETS[-1], 0]
-    assert_shown(said(r'loses (\S+) nats at norm 1,000 in fp32 and (\S+) with all', account()),
+    assert_shown(said(r'loses (\S+) there in fp32 and (\S+) with all', account()),
                  *(mean['z_loss', rounded, 1000] - origin for rounded in ('none', SUBSETS[-1])))
-    assert_shown(said(r'at norm 1,000 it ends at (\S+)\. ', account()), mean['zero_sum', SUBSETS[-1], 1000])
-    assert sum(rows_of(found, 'baseline', mu_shift=1000).logit_mean < -17_000) == 2
+    assert_shown(said(r'loss at norm 1,000 is (\S+); ', account()), mean['zero_sum', SUBSETS[-1], 1000])
 
 
 def test_the_table_of_the_push():
@@ -188,10 +182,7 @@ def test_the_table_of_the_push():
     ends = ends.pivot(index='seed', columns='method', values='test_loss')
     assert ((ends.baseline - ends.mu_centering).round(1) == 0.9).sum() == 2
     third = ends.loc[3, ['mu_centering', 'centered_head']]
-    assert_shown(said(r'loses as well, (\S+), by its .* head ends at (\S+)\. With', account()), *third)
-    natural = csv_of('natural_bf16')
-    assert_shown(said(r'cosine, .*? baseline ends at (\S+) and μ-centering at (\S+) ', account()),
-                 *natural[natural.mu_shift == 187].sort_values('method').test_loss)
+    assert_shown(said(r'loses as well, (\S+), by its .* head ends at (\S+)\. That', account()), *third)
 
 
 def test_the_table_of_numerics():
@@ -221,13 +212,6 @@ def test_the_tables_of_natural_drift():
     fp32 = csv_of('proxy_fp32').groupby('method').test_loss.mean()
     assert_shown(said(r'baseline ends at (\S+) and μ-centering at (\S+), so', account()), fp32['baseline'],
                  fp32['mu_centering'])
-    found = pd.read_csv(f'{PUBLISHED}/search.csv').query('method == "baseline"')
-    often = found[found.tokens_per_row >= 0.5].logit_mean_spread
-    rare = found[found.tokens_per_row.between(0.06, 0.25) & (found.lr == 0.3)].logit_mean_spread
-    said_of_search = r'at any learning rate \((\S+) runs\); .* it is (\S+) to (\S+) in (\S+) of (\S+) runs'
-    assert_shown(said(said_of_search, account()), len(often), rare[rare > 50].min(), rare.max(),
-                 sum(rare > 50), len(rare))
-    assert often.max() < 20
 
 
 def test_the_tables_of_a_mean_logit_that_comes_back():
@@ -249,7 +233,7 @@ def test_the_tables_of_a_mean_logit_that_comes_back():
     unshifted = rows_of(csv_of('push'), 'baseline', mu_shift=0, seed=1)
     ends = pd.concat([rows_of(natural, 'baseline', size='tiny', mu_shift=0), unshifted,
                       rows_of(natural, 'baseline', size='16M')])
-    shown = numbers(said(r'drift it is (\S+) to (\S+) \(65.* in 16M (\S+)\. ', account()))
+    shown = numbers(said(r'It is (\S+) to (\S+) after a natural .* in 16M (\S+)\. ', account()))
     assert [*map(float, shown)] == pytest.approx([*(ends.mu_norm ** 2 / ends.mu_curvature)], rel=0.05)
 
 
