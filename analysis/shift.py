@@ -6,9 +6,8 @@ lost to rounding; z-loss and μ-loss see the shift in their penalties.
 import numpy as np
 import pandas as pd
 
-from analysis import paper
 from analysis.runs import ALL
-from analysis.tables import SYMBOLS, usual
+from analysis.tables import usual
 from model import SUBSETS
 
 SETTING = ['size', 'weight_tying', 'lr']
@@ -84,31 +83,11 @@ def rounding_table(rows, variant, where):
              'loss and final mean logit, each the mean over the seeds [lowest, highest].')
 
 
-def mean_logit_table(rows, where):
-    """The baseline's runs beside the published baselines by mean logit, which is what bf16 has to round."""
-    ours = rows[rows.label.isin(['baseline', 'baseline' + FP32]) & (rows.mu_shift > 0)].copy()
-    ours['run'] = [f'{r.label}, norm {r.mu_shift:g}, seed {r.seed:g}' for r in ours.itertuples()]
-    theirs = paper.DRIFT.assign(run=[f'the paper, {r.size}, lr {r.lr}' for r in paper.DRIFT.itertuples()])
-    both = pd.concat([ours, theirs[theirs.offset > 30]]).sort_values('offset')
-    return dict(
-        title=f'What a mean logit costs, {where}', where='',
-        rows=pd.DataFrame({'run': both.run, SYMBOLS['mu_norm']: both.mu_norm.map('{:,.0f}'.format),
-                           SYMBOLS['offset']: both.offset.map('{:,.0f}'.format),
-                           'loss': both.excess.map('{:+.3f}'.format),
-                           'noise': rounding_noise(both.offset).map('{:+.3f}'.format)}),
-        says='What BF16 rounds are the logits: the cost to the baseline follows their mean. Loss: the test '
-             'loss minus that without a shift; of a published run, minus that of μ-centering at the same '
-             'learning rate, and its mean logit is the mean over positions instead of the rms. Noise: what '
-             'rounding errors that are spread evenly add, log(sinh(a) / a) with bf16 numbers 2a apart.')
-
-
 def shift_tables(runs):
-    """For each size, tying and learning rate with a shifted mean: what it costs, when, by what rounding."""
+    """For each size, tying and learning rate with a shifted mean: what it costs, and by what rounding."""
     for (size, tying, lr), rows in shifted(runs).groupby(SETTING, sort=False):
         where = f'{size} {("untied", "tied")[int(tying)]}, lr {lr:g}'
         yield from cost_tables(rows, where)
-        if ((rows.label == 'baseline') & rows.offset.notna()).any():
-            yield mean_logit_table(rows, where)
         for variant, part in rows.groupby('variant', sort=False):
             if (part.rounded != ALL).any():
                 yield rounding_table(part, variant, where)
