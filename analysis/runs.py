@@ -24,7 +24,7 @@ CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 COLUMNS = ('method size n_params weight_tying lam cap lr seed steps dtype logits_dtype mu_shift '
            'rounded init_loss test_loss train_loss diverged diverged_step mu_norm logit_mean '
            'logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss '
-           'gradient_sum mu_curvature lr_sum train_seconds tokens_per_second device').split()
+           'gradient_sum lr_sum train_seconds tokens_per_second device').split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
 TEXT = {'method', 'size', 'dtype', 'logits_dtype', 'rounded', 'device', 'quantity'}
 SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded']

@@ -45,17 +45,13 @@ def of_centering(h, E, mu, norm, norm_star):
     """
     Exact logits l_i = e_i . h (n, V), and what centering, e*_i = e_i - mu, would do to them, each (n,): r_log
     = max |l*| / max |l| (Eq. 11), r_cos, the same of the cosines, and cos_mu_h. `norm` and `norm_star` (V,)
-    are those of e_i and e*_i. And mu_curvature, the second derivative of the cross entropy of these logits if
-    h moves along mu / |mu|: the variance over p of that component of e_i, which holds h against a push.
+    are those of e_i and e*_i.
     """
     logits, mu_h = h @ E.T, h @ mu
     star = logits - mu_h[:, None]
     largest_cos = (logits.abs() / norm.clamp_min(TINY)).amax(dim=1).clamp_min(TINY)  # times |h|
     largest_cos_star = (star.abs() / norm_star.clamp_min(TINY)).amax(dim=1)
-    unit = mu / mu.norm().clamp_min(TINY)
-    p, component = star.softmax(dim=1), E @ unit - mu.norm()
     return logits, {
-        'mu_curvature': p @ component.square() - (p @ component).square(),
         'r_cos': largest_cos_star / largest_cos,
         'r_log': star.abs().amax(dim=1) / logits.abs().amax(dim=1).clamp_min(TINY),
         'cos_mu_h': mu_h / (h.norm(dim=1).clamp_min(TINY) * mu.norm().clamp_min(TINY))}

@@ -115,21 +115,23 @@ def test_the_tables_of_16M():
 
 
 def test_what_16M_lost():
-    lost, text, found = lost_in_16M(), ' '.join(read('README.md').split()), csv_of('shift_16M')
+    lost, readme, found = lost_in_16M(), ' '.join(read('README.md').split()), csv_of('shift_16M')
     theirs = paper.DRIFT[paper.DRIFT['size'] == '16M'].set_index('lr').excess
     words = r'baseline loses (\S+ and \S+) nats .* loses (\S+ and \S+) after .* loses (\S+) at 331'
-    assert_shown(said(words, text), lost['baseline', 187], lost['baseline', 331],
+    assert_shown(said(words, readme), lost['baseline', 187], lost['baseline', 331],
                  theirs['0.1'], theirs['0.3'], lost['mu_centering', 331])
     text, full = account(), found[found.rounded == SUBSETS[-1]]
     centering = [loss for (method, norm), loss in lost.items() if method == 'mu_centering' and norm]
     seeds = full[full.method == 'mu_centering'].groupby('mu_shift').test_loss
-    assert_shown(said(r'it ends (\S+) to (\S+) above that .* differ by up to (\S+)\. ', text),
+    assert_shown(said(r'loss ends (\S+) to (\S+) above that .* up to (\S+) apart', text),
                  min(centering), max(centering), (seeds.max() - seeds.min()).max())
-    mu_loss = full[(full.method == 'mu_loss') & (full.mu_shift == 331)].mu_norm
-    assert_shown(said(r'z-loss loses (\S+) nats at .* ‖μ‖ only from 331 to (\S+)\. ', text),
-                 lost['z_loss', 1000], mu_loss.item())
+    mu_norm = full[(full.method == 'mu_loss') & (full.mu_shift == 331)].mu_norm
+    words = r'z-loss loses (\S+) nats at .* μ-loss loses (\S+) nats at .* and (\S+) at .* only to (\S+)\. '
+    assert_shown(said(words, text), lost['z_loss', 1000], lost['mu_loss', 187], lost['mu_loss', 331],
+                 mu_norm.item())
     zero_sum = [lost['zero_sum', norm] for norm in (57, 80, 187, 331)]
-    assert max(zero_sum) < (seeds.max() - seeds.min()).max()  # as README has it
+    assert_shown(said(r'gradient, loses (\S+) to (\S+) nats up to norm 331, and (\S+) at', readme),
+                 min(zero_sum), max(zero_sum), lost['zero_sum', 1000])
     curves = csv_of('shift_16M', 'curves')
     capped = curves[(curves.method == 'soft_capping') & (curves.mu_shift > 0) & (curves.step >= 60)]
     assert (capped.logit_mean.abs() == 30).all() and capped.mu_shift.nunique() == 5
@@ -139,7 +141,7 @@ def test_what_16M_lost():
 
 
 def test_the_multiples_of_the_rounding_noise():
-    words = r'(\S+ to \S+) times the noise, ours of 16M (.*) times and tiny (.*) times\.'
+    words = r'(\S+ to \S+) times the noise, ours of 16M (.*) times and `tiny` (.*) times\.'
     shown = re.search(words, account()).groups()
     for multiples, folder in zip(shown, (None, 'shift_16M', 'shift'), strict=True):
         rows = paper.DRIFT
@@ -162,9 +164,9 @@ def test_the_table_of_roundings_and_what_it_leaves_out():
     lost = mean - mean['baseline', 'none', 1000]
     assert (lost['baseline', :, 1000].drop(['logits,gradient', SUBSETS[-1]]) < 0.3).all()
     origin = mean['z_loss', SUBSETS[-1], 0]
-    assert_shown(said(r'loses (\S+) there in fp32 and (\S+) with all', account()),
-                 *(mean['z_loss', rounded, 1000] - origin for rounded in ('none', SUBSETS[-1])))
-    assert_shown(said(r'loss at norm 1,000 is (\S+); ', account()), mean['zero_sum', SUBSETS[-1], 1000])
+    assert_shown(said(r'`tiny` loses (\S+) there and (\S+) in fp32', account()),
+                 *(mean['z_loss', rounded, 1000] - origin for rounded in (SUBSETS[-1], 'none')))
+    assert_shown(said(r'a loss of (\S+) at norm 1,000; ', account()), mean['zero_sum', SUBSETS[-1], 1000])
 
 
 def test_the_table_of_the_push():
@@ -180,9 +182,9 @@ def test_the_table_of_the_push():
     assert ends.rounding_loss.max() < 0.001
     ends = ends[(ends.mu_shift == 187) & (ends.rounded == SUBSETS[-1])]
     ends = ends.pivot(index='seed', columns='method', values='test_loss')
-    assert ((ends.baseline - ends.mu_centering).round(1) == 0.9).sum() == 2
+    assert list((ends.baseline - ends.mu_centering).round(2)) == [0.92, 0.89, 0.08]
     third = ends.loc[3, ['mu_centering', 'centered_head']]
-    assert_shown(said(r'loses as well, (\S+), by its .* head ends at (\S+)\. That', account()), *third)
+    assert_shown(said(r'μ-centering ends at (\S+), perhaps .* head ends at (\S+)\. That', account()), *third)
 
 
 def test_the_table_of_numerics():
@@ -203,8 +205,8 @@ def test_the_tables_of_natural_drift():
         assert_shown(' '.join(cells), theirs.mu_norm, theirs.logit_mean, theirs.test_loss,
                      *rows[['lr_sum', 'mu_norm', 'logit_mean', 'rms', 'test_loss', 'rounding_loss']].mean())
     lrs, text = csv_of('proxy', 'lrs').set_index('method'), ' '.join(read('README.md').split())
-    assert_shown(said(r'save loss: (\S+) nats lost against (\S+)\. ', text), lrs.excess['mu_centering'],
-                 lrs.excess['baseline'])
+    assert_shown(said(r'save loss: it lost (\S+) nats, the baseline (\S+)\. ', text),
+                 lrs.excess['mu_centering'], lrs.excess['baseline'])
     words = said(r'loses (\S+) nats \((\S+) to (\S+) over .* 1.22\), μ-centering (\S+) \((\S+) to (\S+)\)',
                    account())
     assert_shown(words, *lrs.loc['baseline', ['excess', 'excess_low', 'excess_high']],
@@ -212,10 +214,14 @@ def test_the_tables_of_natural_drift():
     fp32 = csv_of('proxy_fp32').groupby('method').test_loss.mean()
     assert_shown(said(r'baseline ends at (\S+) and μ-centering at (\S+), so', account()), fp32['baseline'],
                  fp32['mu_centering'])
+    by_seed = ours[ours.method == 'baseline'].pivot(index='seed', columns='lr', values='test_loss')
+    best, exact = by_seed.min(axis=1), csv_of('proxy_fp32').query('method == "baseline"').set_index('seed')
+    left = 100 * (exact.test_loss - best) / (by_seed[0.3] - best)
+    assert_shown(said(r'remains \((\S+)% to (\S+)%, by seed', account()), left.min(), left.max())
 
 
 def test_the_tables_of_a_mean_logit_that_comes_back():
-    curves, natural = csv_of('natural_bf16', 'curves'), csv_of('natural_bf16')
+    curves = csv_of('natural_bf16', 'curves')
     columns = {'mean': 'logit_mean', '‖μ‖': 'mu_norm', 'training': 'loss', 'loss': 'loss'}
     small, large = curves[curves['size'] == 'tiny'].query('mu_shift == 0'), curves[curves['size'] == '16M']
     header, *lines = account('| 16M from norm 57 |')
@@ -230,11 +236,6 @@ def test_the_tables_of_a_mean_logit_that_comes_back():
         for (first, last), words, cell in zip(windows(header[1:]), header[1:], cells, strict=True):
             column = columns[words.split(': ')[-1].split()[0]]
             assert_seeds(cell, rows[rows.step.between(first, last)][column])
-    unshifted = rows_of(csv_of('push'), 'baseline', mu_shift=0, seed=1)
-    ends = pd.concat([rows_of(natural, 'baseline', size='tiny', mu_shift=0), unshifted,
-                      rows_of(natural, 'baseline', size='16M')])
-    shown = numbers(said(r'It is (\S+) to (\S+) after a natural .* in 16M (\S+)\. ', account()))
-    assert [*map(float, shown)] == pytest.approx([*(ends.mu_norm ** 2 / ends.mu_curvature)], rel=0.05)
 
 
 def test_a_method_can_be_added_as_the_readme_says(tmp_path):
