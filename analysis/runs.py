@@ -148,6 +148,7 @@ def results(folders):
 
 
 def check_once(rows, where):
+    """Raises UserError if two of the runs are the same."""
     for _, run in rows[rows.duplicated(KEY)].iterrows():
         raise UserError(f'{where}: the same run is there twice: ' + ', '.join(f'{k}={run[k]}' for k in KEY) +
                         '; runs that differ in anything else should be analysed apart')

@@ -126,4 +126,7 @@ def test_what_all_ranks_see_is_said_once(corpus, tmp_path):
     for env in ({'RANK': 'one'}, {'RANK': '1'}, {'WORLD_SIZE': '0'}, {'RANK': '0', 'WORLD_SIZE': '2'}):
         finish(process(train.main, flags, stderr=tmp_path / 'stderr', env=env), 1)  # not torchrun's
         assert 'WORLD_SIZE' in one_line(tmp_path / 'stderr')
+    more, env = [*SMALL, f'--data={corpus}', '--device=cuda'], {'LOCAL_WORLD_SIZE': '1000'}
+    finish(process(train.main, more, stderr=tmp_path / 'stderr', env=env), 2)
+    assert 'too few GPUs' in one_line(tmp_path / 'stderr')
     assert not (tmp_path / 'run').exists()

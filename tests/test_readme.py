@@ -230,6 +230,9 @@ def test_the_tables_of_a_mean_logit_that_comes_back():
         rows = rows_of(large, who.removeprefix('logit ').removeprefix('loss '))
         for (first, last), cell in zip(windows(header[1:]), cells, strict=True):
             assert_seeds(cell, rows[rows.step.between(first, last)][columns[quantity]])
+    end = rows_of(large, 'baseline').query('step > 4000')
+    assert_shown(said(r'stays near (\S+) while ‖μ‖ drifts on to (\d+)', account()),
+                 end.logit_mean.mean(), end.mu_norm.iloc[-1])
     header, *lines = account('| 65,536 tokens a step |')
     for label, *cells in lines:
         rows = rows_of(small, label)

@@ -28,11 +28,11 @@ def main(argv):
     with common.lock_folder(out):
         if os.path.exists(out + '/result.json'):
             return 0
-        stop, (name, _, status) = [], content('broken').partition(' ')
+        stop, (name, status, says) = [], (content('broken') or ' 0 ').split(' ', 2)
         signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
         with open({folder!r} + '/started', 'a') as file:
             file.write(os.path.basename(out) + '\\n')
-        common.check(name != os.path.basename(out), 'oh no', int(status or 0))
+        common.check(name != os.path.basename(out), says, int(status))
         others = content('started').split().index(os.path.basename(out))
         while others >= int(content('hold') or 100) and not stop:
             time.sleep(0.01)
@@ -186,18 +186,22 @@ def test_a_signal_to_a_sweep_saves_all_its_runs(fake, nproc):
 def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
     """One that was stopped, or that another sweep is at work on, did not fail."""
     broken = 'tiny-untied-mu_centering-lr0.001-s1'
-    for status, todo in ((143, 10), (130, 1), (3, 1), (1, 1)):
-        (tmp_path / 'broken').write_text(f'{broken} {status}')
-        out, error = fake.run(status=int(status == 1))
-        assert out.startswith(f'{todo} of 10 runs') and len(fake.done()) == 9
-        assert re.search(rf'^\[.*{broken}: status {status}, error: oh no$', out, re.MULTILINE)
+    fake.program('torchrun', 'shift 2\npython "$@" || exit 1')  # it ends with 1 however its processes end
+    cases = [('1', 143, 'oh no'), ('1', 130, 'oh no'), ('1', 3, 'oh no'), ('2', 143, 'stopped by a signal'),
+             ('2', 3, 'another process is at work'), ('2', 2, 'oh no'), ('1', 1, 'oh no')]
+    for i, (nproc, status, says) in enumerate(cases):
+        (tmp_path / 'broken').write_text(f'{broken} {status} {says}')
+        out, error = fake.run(status=int(status < 3), NPROC=nproc)
+        assert out.startswith(f'{1 if i else 10} of 10 runs') and len(fake.done()) == 9
+        shown = status if nproc == '1' else 1
+        assert re.search(rf'^\[.*{broken}: status {shown}, error: {says}$', out, re.MULTILINE)
         failed = [path.name for path in fake.out.glob('logs/*.failed')]
-        assert failed == [f'{broken}.failed'][:status == 1] == re.findall(r'\S+\.failed', error)
+        assert failed == [f'{broken}.failed'][:status < 3] == re.findall(r'\S+\.failed', error)
     plan = (fake.out / 'logs' / 'plan').read_text().split()
     assert len(plan) == 10 and set(plan) == set(fake.starts())
     (tmp_path / 'broken').unlink()
     out, error = fake.run()  # the same command tries it again, and that one alone
-    assert out.startswith('1 of 10 runs') and error == '' and len(fake.starts()) == 14
+    assert out.startswith('1 of 10 runs') and error == '' and len(fake.starts()) == 17
     assert not list(fake.out.glob('logs/*.failed')) and len(fake.done()) == 10
 
 
