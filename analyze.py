@@ -6,7 +6,7 @@ From checkpoints to statistics, tables, figures and a report for the browser.
     python analyze.py --theory                          # the paper's figures that need no runs
     python analyze.py --hf FOLDER                       # the same quantities of a model that others trained
 
-Models become statistics (analysis/statistics.py) and runs become csv files (analysis/runs.py). Tables
+Models become statistics (analysis/measure.py) and runs become csv files (analysis/csv_files.py). Tables
 (tables.py, shift.py), figures (plots.py) and a page (report.py) are made from these files alone.
 """
 import argparse
@@ -15,33 +15,33 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import plots, report, runs, shift, statistics, tables, theory
-from common import check, lock_folder, number, parse_args, read_json, run, write_json
+from analysis import csv_files, measure, plots, report, shift, tables, theory
+from oec.common import check, lock_folder, number, parse_args, program, read_json, write_json
 
 
 def collect(folders, results, out):
     """
-    Finished runs and their result.json -> csv files and settings.json in the folder `out` -> what runs.read
-    makes of them.
+    Finished runs and their result.json -> csv files and settings.json in the folder `out` -> what
+    csv_files.read makes of them.
     """
     rows, curves, distributions, settings = [], [], [], {}
     for i, (folder, row) in enumerate(zip(folders, results, strict=True), 1):
         print(f'[{i}/{len(folders)}] {folder}', flush=True)
-        found, own = statistics.of_run(folder), {name: row.get(name) for name in runs.SETTINGS}
-        curves.append(runs.training_curve(folder).assign(**own))
+        found, own = measure.of_run(folder), {name: row.get(name) for name in csv_files.SETTINGS}
+        curves.append(csv_files.training_curve(folder).assign(**own))
         distributions += [{**own, 'quantity': name, **v} for name, v in found.items() if isinstance(v, dict)]
         rows.append({**row, **{name: v['mean'] if isinstance(v, dict) else v for name, v in found.items()}})
         for name, value in read_json(folder / 'config.json').items():
             if name != 'out' and value not in settings.setdefault(name, []):
                 settings[name].append(value)
-    frames = {'results': pd.DataFrame(rows).reindex(columns=runs.COLUMNS),
+    frames = {'results': pd.DataFrame(rows).reindex(columns=csv_files.COLUMNS),
               'curves': pd.concat(curves), 'distributions': pd.DataFrame(distributions)}
     for name, frame in frames.items():
         digits = '%.7g' if name == 'curves' else None  # enough for a plot, in half the bytes
-        runs.write_csv(os.path.join(out, f'{name}.csv'), frame, digits)
+        csv_files.write_csv(os.path.join(out, f'{name}.csv'), frame, digits)
     write_json(os.path.join(out, 'settings.json'), settings)
-    found = runs.read(os.path.join(out, 'results.csv'))
-    runs.write_csv(os.path.join(out, 'results.csv'), found[0][runs.COLUMNS])  # once more, now with `diverged`
+    found = csv_files.read(os.path.join(out, 'results.csv'))
+    csv_files.write_csv(os.path.join(out, 'results.csv'), found[0][csv_files.COLUMNS])  # now with `diverged`
     return found
 
 
@@ -49,7 +49,7 @@ def make_tables(every_run, settings, out):
     """Writes lrs.csv and tables.md -> (rows of lrs.csv, the tables, what is left out of them)."""
     usual = tables.usual(every_run)  # runs with a shifted mean have tables of their own
     lrs, notes = tables.lrs_rows(usual)
-    runs.write_csv(os.path.join(out, 'lrs.csv'), lrs.drop(columns=['variant', 'n_params']))
+    csv_files.write_csv(os.path.join(out, 'lrs.csv'), lrs.drop(columns=['variant', 'n_params']))
     lrs = lrs[lrs.n_lrs > 1]
     overhead, more = tables.overhead_tables(usual)
     shown = [table for word, part in tables.tyings(lrs) for table in tables.lrs_tables(part, word)]
@@ -67,7 +67,7 @@ def parser():
                                 allow_abbrev=False)
     p.add_argument('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
     p.add_argument('--results', metavar='FILE.csv',
-                   help=f'a csv of runs instead; it needs {", ".join(runs.REQUIRED)}, no more')
+                   help=f'a csv of runs instead; it needs {", ".join(csv_files.REQUIRED)}, no more')
     p.add_argument('--out', help='folder to write to (default results/<name of the sweep or csv>)')
     p.add_argument('--method', help='the method whose Fact 3 is drawn (default baseline, or the first)')
     p.add_argument('--theory', action='store_true',
@@ -77,8 +77,8 @@ def parser():
     p.add_argument('--text', metavar='FILES',
                    help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: text); default: '
                         "the source of Python's standard library")
-    p.add_argument('--positions', type=number(least=0, whole=True), default=statistics.POSITIONS,
-                   help=f'with --hf: tokens of --text, 0 for none (default {statistics.POSITIONS:,})')
+    p.add_argument('--positions', type=number(least=0, whole=True), default=measure.POSITIONS,
+                   help=f'with --hf: tokens of --text, 0 for none (default {measure.POSITIONS:,})')
     p.add_argument('--drop_odd_rows', action='store_true',
                    help='with --hf: leave padding and rows of one constant norm out of the mean')
     p.add_argument('--center_to', metavar='NEW',
@@ -100,15 +100,15 @@ def main(argv=None):
     # what there is
     source, done, methods, notes = Path(args.results or 'theory'), [], [], []
     if args.runs:
-        source, states = Path(args.runs[0]), runs.run_states(args.runs)
-        runs.print_states(states)
+        source, states = Path(args.runs[0]), csv_files.run_states(args.runs)
+        csv_files.print_states(states)
         done = [path for path, state in states.items() if state == 'done']
         check(done, f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
         notes += [f'{len(states) - len(done)} runs that are not finished'] if len(done) < len(states) else []
-        results = runs.results(done)  # checked before anything is written
+        results = csv_files.results(done)  # checked before anything is written
         methods = [row['method'] for row in results]
     elif args.results:
-        found = runs.read(source)
+        found = csv_files.read(source)
         source = source.parent if source.name == 'results.csv' else source.with_suffix('')
         methods = list(found[0].method)
     check(args.method in [None, *methods],
@@ -134,4 +134,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    run(main)
+    program(main)

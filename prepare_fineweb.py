@@ -27,9 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-import sources
-from common import UserError, check, lock_folder, number, parse_args, read_json, run, write_json
-from data import read_shard, write_shard
+from oec import sources
+from oec.common import UserError, check, lock_folder, number, parse_args, program, read_json, write_json
+from oec.data import read_shard, write_shard
 
 PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in our shard format, 100M in each shard
 NAMES = {'fineweb': 'sample-100BT', 'pretokenized': PRETOKENIZED}  # defaults of --name
@@ -357,4 +357,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    run(main)
+    program(main)

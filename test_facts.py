@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import train
 from analysis import tables
-from head import chunked_head
 from model import GPT, METHODS, GPTConfig, embeddings_to_loss, gpt_config, logits_to_loss, plain_head
+from oec.head import chunked_head
 
 F64 = torch.float64
 HEAD_MODES = [method for method in METHODS if gpt_config({'method': method}).head_mode == method]
@@ -170,7 +170,7 @@ def test_fact_4_a_rounded_gradient_of_the_logits_pushes_h_along_mu(head, monkeyp
     So dL/dh is the exact one plus (sum_i delta_i) mu plus sum_i delta_i (e_i - mu). The middle term is 0
     where mu is, and zero_sum takes it away.
     """
-    monkeypatch.setattr('head.n_chunks', chunks_of(7))
+    monkeypatch.setattr('oec.head.n_chunks', chunks_of(7))
     for h, E, targets in random_heads():
         g, mu = (h @ E.T).softmax(dim=1) - F.one_hot(targets, len(E)), E.mean(dim=0)
         delta = g.bfloat16().double() - g
@@ -260,7 +260,7 @@ def test_each_method_is_its_equation_in_training_and_evaluation(method, head, mo
     tol = 1e-6 if method == 'spectrum_control' else 1e-10  # a Gram matrix squares a condition number of 1e4
     config = config_64(method, lam=0.3, cap=5.0)
     for i, (h, E, targets) in enumerate(random_heads(30)):
-        monkeypatch.setattr('head.n_chunks', chunks_of((1, 7, 64)[i % 3]))
+        monkeypatch.setattr('oec.head.n_chunks', chunks_of((1, 7, 64)[i % 3]))
         h, E = h.requires_grad_(), E.requires_grad_()
         loss, reg = equations(method, h, E, targets, 0.3, 5.0)
         ours, stats = head_loss(h, E, targets, config, head)
@@ -278,7 +278,7 @@ def test_each_method_is_its_equation_in_training_and_evaluation(method, head, mo
 @both_heads
 @pytest.mark.parametrize('method', HEAD_MODES)
 def test_gradcheck(method, head, monkeypatch):
-    monkeypatch.setattr('head.n_chunks', chunks_of(2))
+    monkeypatch.setattr('oec.head.n_chunks', chunks_of(2))
     g = generator(0)
     h, E = (normal(g, n, 4).requires_grad_() for n in (5, 9))
     targets, config = torch.randint(9, (5,), generator=g), config_64(method, lam=0.5, cap=2.0)

@@ -16,13 +16,13 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-import sources
 from analysis import plots, report
-from analysis.runs import write_csv
-from analysis.statistics import TINY, statistics, summary
-from common import UserError, check, lock_folder
-from head import chunked_head
+from analysis.csv_files import write_csv
+from analysis.measure import TINY, statistics, summary
 from model import GPTConfig
+from oec import sources
+from oec.common import UserError, check, lock_folder
+from oec.head import chunked_head
 
 WINDOW = 1024  # tokens of a window, or what the model can take
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jinja2
 
-from common import write_atomic
+from oec.common import write_atomic
 
 TAGS = {  # bold; underlined; small and grey
     'text': {'[b]': '**', '[/b]': '**', '[u]': '_', '[/u]': '_', '[s]': '(', '[/s]': ')'},

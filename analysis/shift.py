@@ -6,9 +6,8 @@ lost to rounding; z-loss and μ-loss see the shift in their penalties.
 import numpy as np
 import pandas as pd
 
-from analysis.runs import ALL
 from analysis.tables import usual
-from model import SUBSETS
+from model import ALL, SUBSETS
 
 SETTING = ['size', 'weight_tying', 'lr']
 FP32 = ' in fp32'  # added to the name of a method: nothing is rounded to bf16

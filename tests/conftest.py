@@ -1,4 +1,4 @@
-"""What the tests share: programs run as a user runs them, a small corpus, one real sweep."""
+"""What the tests share: programs started as a user starts them, a small corpus, one real sweep."""
 import os
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
 
 import prepare_fineweb
-from common import UserError
+from oec.common import UserError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
@@ -18,7 +18,7 @@ ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
 
 
 def execute(*command, check=0, cwd=ROOT, **env):
-    """Runs a program as a user would and asserts its exit status; returns the finished process."""
+    """Starts a program as a user would and asserts its exit status; returns the finished process."""
     done = subprocess.run([str(word) for word in command], cwd=cwd, env={**ENV, **env}, capture_output=True,
                           text=True, timeout=600)
     assert done.returncode == check, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def links(folder):
     """Fills a folder with links to the programs: a checkout whose out/ and results/ are not the user's."""
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(ROOT):
-        if name.endswith(('.py', '.sh')) or name == 'analysis':
+        if name.endswith(('.py', '.sh')) or name in ('analysis', 'oec'):
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     return folder
 

@@ -27,9 +27,9 @@ part() {  # NAME SECONDS COMMAND...
 }
 
 part tests 400 python -m pytest -m gpu -v tests/test_gpu.py
-part steps_small 400 python bench.py --device=$DEVICE --sizes=$small $flags
-part steps_large 400 python bench.py --device=$DEVICE --sizes=$large --methods=$methods $flags
-part heads 200 python bench.py --device=$DEVICE --sizes=$small,$large --head $flags
+part steps_small 400 python -m oec.bench --device=$DEVICE --sizes=$small $flags
+part steps_large 400 python -m oec.bench --device=$DEVICE --sizes=$large --methods=$methods $flags
+part heads 200 python -m oec.bench --device=$DEVICE --sizes=$small,$large --head $flags
 for tokenizer in "${tokenizers[@]}"; do  # GPT-2's ranks may not be at hand; learned byte pairs always are
   DATA=out/gpu_text_${tokenizer%% *}
   part tokens 200 python prepare_fineweb.py --source=stdlib --tokenizer=$tokenizer --val_tokens=1e5 $text \

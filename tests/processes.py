@@ -8,7 +8,7 @@ import sys
 import time
 from unittest import mock
 
-import common
+from oec import common
 
 # Processes start in a moment: they are forked from a server that has imported all this and done nothing with
 # it. An optimizer imports torch._dynamo, and that takes seconds.
@@ -39,7 +39,7 @@ def in_process(main, argv, stderr, env, file_limit, prepare):
     if prepare:
         prepare()
     sys.argv[1:] = argv
-    common.run(main)
+    common.program(main)
 
 
 def finish(started, status, seconds=120):

@@ -6,9 +6,8 @@ import socket
 
 import torch
 
-import checkpoint
-import common
 import train
+from oec import common, run_folder
 from processes import process
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
@@ -61,7 +60,7 @@ def assert_same(a, b, path=''):
 
 def keep_checkpoint():
     """Makes the end of a run leave ckpt.pt, so that the optimizer can be compared."""
-    checkpoint.Run.drop_checkpoint = lambda self: None
+    run_folder.RunFolder.drop_checkpoint = lambda self: None
 
 
 def at_call(name, number, act, *args):

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import analyze
-import bench
-import common
 import prepare_fineweb
 import train
-from checkpoint import FORMAT
 from conftest import execute, links, refused
+from oec import bench, common
+from oec.run_folder import FORMAT
 from runs import SMALL
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'bench': bench}
@@ -191,9 +190,9 @@ def test_every_flag_of_a_run_refuses_what_is_no_value_of_it():
             refused(lambda: common.parse_args(parser, [f'{name}={text}']), name)  # noqa: B023
 
 
-@pytest.mark.parametrize('program', ['train', 'prepare_fineweb', 'analyze', 'bench'])
+@pytest.mark.parametrize('program', ['train.py', 'prepare_fineweb.py', 'analyze.py', '-m oec.bench'])
 def test_a_program_ends_with_one_line_and_status_2(program):
-    done = execute('python', f'{program}.py', '--no_such_flag', check=2)
+    done = execute('python', *program.split(), '--no_such_flag', check=2)
     assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1 and done.stdout == ''
 
 

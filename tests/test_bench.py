@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 import torch
 
-import bench
 from conftest import refused
 from model import METHODS
+from oec import bench
 from test_readme import table
 
 CPU = torch.device('cpu')

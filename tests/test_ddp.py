@@ -6,10 +6,10 @@ import signal
 import pytest
 import torch
 
-import data
 import train
 from conftest import execute
 from model import GPT, embeddings_to_loss, gpt_config
+from oec import data
 from processes import finish, one_line, process
 from runs import SMALL, assert_same, load, log_of, ranks, record, signal_at_step
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import bench
-import head as head_py
 import train
-from common import UserError
-from head import chunked_head, compiled_head
 from model import GPT, METHODS, SIZES, GPTConfig, gpt_config, plain_head
+from oec import bench, machine
+from oec import head as head_py
+from oec.common import UserError
+from oec.head import chunked_head, compiled_head
 from processes import finish, process
 from runs import assert_same, load, log_of, signal_at_step
 from test_facts import close
@@ -35,7 +35,7 @@ V, H = (50304, 224) if ON_GPU else (512, 32)
 def device():
     """The device, set up as in train.py; each method is compiled anew, as there is a limit to how often."""
     settings = SimpleNamespace(device='cuda' if ON_GPU else 'cpu', threads=None, deterministic=False)
-    yield train.set_up_machine(settings, 0)
+    yield machine.set_up_machine(settings, 0)
     torch._dynamo.reset()
 
 

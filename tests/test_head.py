@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import head as head_py
-from common import UserError
-from head import compiled_head, loss_and_grad
 from model import SUBSETS, GPTConfig, logits_to_loss
+from oec import head as head_py
+from oec.common import UserError
+from oec.head import compiled_head, loss_and_grad
 from test_facts import HEAD_MODES, both_heads, chunks_of, close, config_64, generator, random_heads
 
 BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 significant bits)
@@ -23,7 +23,7 @@ def test_each_part_is_rounded_where_it_is_named_and_only_there(method, rounded, 
     monkeypatch.setattr(head_py, 'n_chunks', chunks_of(7))
 
     def low(part, x):
-        return x.bfloat16().double() if part in rounded else x
+        return x.bfloat16().double() if part in rounded.split(',') else x
     config = config_64(method, cap=9.0, logits_dtype='bfloat16', rounded=rounded)
     for h, E, targets in random_heads(20):
         h_low, E_low = low('operands', h), low('operands', E)
@@ -138,7 +138,7 @@ def assert_compiling_keeps_every_rounding(head, config, n, device):
         # fp32 may tip a value to the next bf16 number here and there; a missing rounding would change most
         expected, found = expected.float(), found.float()
         assert ((found - expected).abs() > 1e-5 * expected.abs() + 1e-30).float().mean() < 0.01
-        assert torch.equal(found, found.bfloat16().float()) == ('gradient' in config.rounded)
+        assert torch.equal(found, found.bfloat16().float()) == ('gradient' in config.rounded.split(','))
 
 
 @pytest.mark.skipif(torch.__version__ < '2.13', reason='older CPU compilers drop casts, and are refused')

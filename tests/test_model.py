@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from analysis import runs
+from analysis import csv_files
 from model import GPT, SIZES, GPTConfig, attend
 from test_facts import F64, close, tiny_gpt, token_batch
 
@@ -13,7 +13,7 @@ def test_sizes_are_the_published_ones():
     with torch.device('meta'):
         for size, millions in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
             found = {GPT(GPTConfig(**SIZES[size], weight_tying=tying)).n_params() for tying in (False, True)}
-            assert found == {runs.PUBLISHED[size][1]} and round(min(found) / 1e6, 1) == millions
+            assert found == {csv_files.PUBLISHED[size][1]} and round(min(found) / 1e6, 1) == millions
         flops = GPT(GPTConfig(**SIZES['16M'])).flops_per_token() * 64 * 2048
     assert flops == pytest.approx(1.44e13, rel=2e-3)
 

@@ -11,9 +11,9 @@ import pytest
 
 import model
 import train
-from analysis import paper, runs, shift
+from analysis import csv_files, paper, shift
 from conftest import ENV, ROOT
-from model import ROUNDED, SUBSETS
+from model import ALL, ROUNDED
 
 PUBLISHED = os.path.join(ROOT, 'results', 'published_here')
 NAMES = {name.split()[0]: method for method, name in paper.NAMES.items()} | {'baseline': 'baseline'}
@@ -73,7 +73,7 @@ def csv_of(folder, name='results'):
 
 def rows_of(rows, label, **also):
     """Those of a table's line that is labelled with a method and what is rounded."""
-    part = next((part for part in ROUNDED if f'{part} alone' in label), SUBSETS[-1])
+    part = next((part for part in ROUNDED if f'{part} alone' in label), ALL)
     wanted = {'method': NAMES[label.split()[0]], 'rounded': 'none' if 'in fp32' in label else part, **also}
     return rows[(rows[list(wanted)] == pd.Series(wanted)).all(axis=1)]
 
@@ -87,7 +87,7 @@ def assert_seeds(cell, values):
 def lost_in_16M():
     """(method, norm) -> the test loss lost."""
     found = csv_of('shift_16M')
-    mean = found[found.rounded == SUBSETS[-1]].groupby(['method', 'mu_shift']).test_loss.mean()
+    mean = found[found.rounded == ALL].groupby(['method', 'mu_shift']).test_loss.mean()
     return {key: loss - mean[key[0], 0] for key, loss in mean.items()}
 
 
@@ -120,7 +120,7 @@ def test_what_16M_lost():
     words = r'baseline loses (\S+ and \S+) nats .* loses (\S+ and \S+) after .* loses (\S+) at 331'
     assert_shown(said(words, readme), lost['baseline', 187], lost['baseline', 331],
                  theirs['0.1'], theirs['0.3'], lost['mu_centering', 331])
-    text, full = account(), found[found.rounded == SUBSETS[-1]]
+    text, full = account(), found[found.rounded == ALL]
     centering = [loss for (method, norm), loss in lost.items() if method == 'mu_centering' and norm]
     seeds = full[full.method == 'mu_centering'].groupby('mu_shift').test_loss
     assert_shown(said(r'loss ends (\S+) to (\S+) above that .* up to (\S+) apart', text),
@@ -146,7 +146,7 @@ def test_the_multiples_of_the_rounding_noise():
     for multiples, folder in zip(shown, (None, 'shift_16M', 'shift'), strict=True):
         rows = paper.DRIFT
         if folder:
-            rows = shift.shifted(runs.read(f'{PUBLISHED}/{folder}/results.csv')[0])
+            rows = shift.shifted(csv_files.read(f'{PUBLISHED}/{folder}/results.csv')[0])
             rows = rows[rows.label == 'baseline']
         rows = rows[rows.offset >= 256]
         found = rows.excess / shift.rounding_noise(rows.offset)
@@ -162,11 +162,11 @@ def test_the_table_of_roundings_and_what_it_leaves_out():
         assert_shown(' '.join(cells), *(of[name].mean() for of in rows for name in ('test_loss', 'rms')))
     mean = found.groupby(['method', 'rounded', 'mu_shift']).test_loss.mean()
     lost = mean - mean['baseline', 'none', 1000]
-    assert (lost['baseline', :, 1000].drop(['logits,gradient', SUBSETS[-1]]) < 0.3).all()
-    origin = mean['z_loss', SUBSETS[-1], 0]
+    assert (lost['baseline', :, 1000].drop(['logits,gradient', ALL]) < 0.3).all()
+    origin = mean['z_loss', ALL, 0]
     assert_shown(said(r'`tiny` loses (\S+) there and (\S+) in fp32', account()),
-                 *(mean['z_loss', rounded, 1000] - origin for rounded in (SUBSETS[-1], 'none')))
-    assert_shown(said(r'a loss of (\S+) at norm 1,000; ', account()), mean['zero_sum', SUBSETS[-1], 1000])
+                 *(mean['z_loss', rounded, 1000] - origin for rounded in (ALL, 'none')))
+    assert_shown(said(r'a loss of (\S+) at norm 1,000; ', account()), mean['zero_sum', ALL, 1000])
 
 
 def test_the_table_of_the_push():
@@ -180,7 +180,7 @@ def test_the_table_of_the_push():
     assert from_187[from_187.step == 10].logit_mean.gt(1000).all() and from_187.seed.nunique() == 3
     ends = csv_of('push')
     assert ends.rounding_loss.max() < 0.001
-    ends = ends[(ends.mu_shift == 187) & (ends.rounded == SUBSETS[-1])]
+    ends = ends[(ends.mu_shift == 187) & (ends.rounded == ALL)]
     ends = ends.pivot(index='seed', columns='method', values='test_loss')
     assert list((ends.baseline - ends.mu_centering).round(2)) == [0.92, 0.89, 0.08]
     third = ends.loc[3, ['mu_centering', 'centered_head']]

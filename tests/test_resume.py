@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-import common
-import data
 import train
 from conftest import refused
+from oec import common, data, run_folder
 from processes import finish, folder_hash, hold, one_line, process, wait_until
 from runs import SMALL, assert_same, at_call, keep_checkpoint, load, signal_at_step, state_of
 
@@ -56,7 +54,7 @@ def whole(corpus, tmp_path_factory):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_a_run_killed_at_any_moment_ends_as_if_never_stopped(corpus, whole, dtype, tmp_path, monkeypatch):
     """Before each change to its files; what was being written is half there, and so is a line of the log."""
-    monkeypatch.setattr(checkpoint.Run, 'drop_checkpoint', lambda run: None)
+    monkeypatch.setattr(run_folder.RunFolder, 'drop_checkpoint', lambda run: None)
     state, folder = whole[dtype]
     copies, steps = sorted((folder / 'copies').iterdir()), set()
     for copy in copies[:: 1 if dtype == 'float32' else 3]:
@@ -176,9 +174,10 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, who
     before = folder_hash(tmp_path)
     for name, change in (('data_fingerprint', f'--data={other}'), ('lr', '--lr=1e-2'), ('seed', '--seed=2'),
                          ('steps', '--steps=13'), ('center_every', '--center_every=2'),
-                         ('head', '--head=plain'), ('weight_tying', '--no-weight_tying'),
+                         ('log_every', '--log_every=2'), ('weight_tying', '--no-weight_tying'),
                          ('dtype', '--dtype=bfloat16')):
-        refused(lambda change=change: train.main(flags_of(corpus, out, change)), out, f'{name}=')
+        refused(lambda change=change: train.main(flags_of(corpus, out, change)), out, f'{name}=',
+                '' if name == 'data_fingerprint' else f'--{name}=')
         assert folder_hash(tmp_path) == before
     may_change = ('--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0', '--threads=1')
     assert train.main(flags_of(moved, out, *may_change)) == 0

@@ -16,7 +16,7 @@ from processes import children, folder_hash, wait_until
 FAKE_TRAIN = '''
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-import common
+from oec import common
 
 def content(name):
     path = os.path.join({folder!r}, name)
@@ -42,7 +42,7 @@ def main(argv):
             return 143
         common.write_json(out + '/result.json', {{}})
 
-common.run(main)
+common.program(main)
 '''
 
 
@@ -128,6 +128,8 @@ def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
     assert len({args.rounded for args in runs['shift']}) == 8
     demo, proxy, large = runs['demo'][0], runs['proxy'][0], runs['16M'][0]
     assert (large.size, large.data, large.threads, large.device) == ('16M', 'data/stdlib_gpt2', None, 'cpu')
+    assert (large.compile, demo.compile, proxy.compile) == (True, None, True)  # where it pays on a CPU
+    assert large.eval_tokens == large.test_tokens == 16384
     assert (demo.device, demo.logits_dtype, demo.data, demo.steps) == ('cpu', 'bfloat16', 'data/stdlib', 1000)
     assert (proxy.data, proxy.n_embd, proxy.batch_size * proxy.block_size) == ('data/stdlib_bpe', 8, 64)
     shared = execute('bash', 'sweep.sh', cwd=folder, DRY_RUN='1', JOBS='2', CUDA_VISIBLE_DEVICES='0,1,2,3')

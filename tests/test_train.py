@@ -1,5 +1,6 @@
 """One training run: what it leaves, logs and reports, what it starts from, what a fork may add."""
 import functools
+import json
 import math
 import os
 import re
@@ -12,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-import common
-import data
 import model
 import train
 from conftest import refused
 from model import GPT, gpt_config
+from oec import common, data, machine
 from processes import finish, folder_hash, process
 from runs import SMALL, assert_same, load, log_of, result_of, signal_at_step
 
@@ -30,9 +30,9 @@ COLUMNS = '''method size n_params weight_tying lam cap lr seed steps dtype logit
 @pytest.fixture
 def trained(corpus, tmp_path):
     """trained(name, *flags) trains tmp_path/name in this process, with bf16 logits; returns its folder."""
-    def train_one(name, *flags):
+    def train_one(name, *flags, status=0):
         always = ('--logits_dtype=bfloat16', '--log_every=1', f'--data={corpus}', f'--out={tmp_path}/{name}')
-        assert train.main([*SMALL, *always, *flags]) == 0
+        assert train.main([*SMALL, *always, *flags]) == status
         return str(tmp_path / name)
     return train_one
 
@@ -105,15 +105,14 @@ def test_compile_gives_the_same_losses(trained):
         assert a == {k: pytest.approx(v, rel=1e-3, abs=1e-3) for k, v in b.items()}
 
 
-@pytest.mark.parametrize('lr, method, dtype, head', [
-    ('1e30', 'baseline', 'float32', 'plain'), ('1e32', 'mu_centering', 'float32', 'chunked'),
-    ('1e30', 'weight_decay', 'bfloat16', 'chunked'), ('1e10', 'soft_capping', 'float32', 'chunked'),
-    ('1e32', 'z_loss', 'float64', 'chunked')])
-def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(trained, lr, method, dtype, head):
+@pytest.mark.parametrize('lr, method, dtype', [
+    ('1e30', 'baseline', 'float32'), ('1e32', 'mu_centering', 'float32'),
+    ('1e30', 'weight_decay', 'bfloat16'), ('1e32', 'coupled_adam', 'float32'),
+    ('1e10', 'soft_capping', 'float32'), ('1e32', 'z_loss', 'float64')])
+def test_a_run_that_is_no_longer_finite_ends_with_finite_weights(trained, lr, method, dtype):
     """As far as --lr goes."""
     out = trained('run', f'--lr={lr}', f'--method={method}', f'--dtype={dtype}', f'--logits_dtype={dtype}',
-                  f'--head={head}', '--lam=1', '--warmup=0', '--steps=30', '--log_every=10',
-                  '--keep_every=10')
+                  '--lam=1', '--warmup=0', '--steps=30', '--log_every=10', '--keep_every=10')
     result, saved = result_of(out), load(out)
     assert all(bool(torch.isfinite(w).all()) for w in saved['model'].values())
     assert result['diverged'] == 1 and math.isnan(result['test_loss'])
@@ -124,23 +123,59 @@ def test_a_run_that_is_no_longer_finite_ends_with_its_last_finite_weights(traine
         assert not os.path.exists(os.path.join(out, 'model_10.pt'))
 
 
-def test_the_time_left_is_that_of_the_steps_left(trained, monkeypatch, capsys):
-    """By a clock on which a step takes 100 s and an evaluation 10,000 s."""
-    clock = [0.0]
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock on which a step takes 100 s and an evaluation 10,000 s: a list that holds the time."""
+    now = [0.0]
 
     def taking(seconds, real):
         def call(*args):
-            clock[0] += seconds
+            now[0] += seconds
             return real(*args)
         return call
-    monkeypatch.setattr(train, 'time', SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(machine, 'time', SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(train, 'train_step', taking(100, train.train_step))
     monkeypatch.setattr(train, 'evaluate', taking(10_000, train.evaluate))
+    return now
+
+
+def test_the_time_left_is_that_of_the_steps_left(trained, clock, capsys):
     out = trained('run', '--steps=60', '--log_every=20', '--eval_every=10')
     assert re.findall(r'([0-9]+:[0-9:]+) left', capsys.readouterr().out) == [
         '1:38:20', '1:06:40', '0:33:20', '0:00:00']
     result = result_of(out)
     assert result['tokens_per_second'] == 4 * 32 / 100 and result['train_seconds'] == 60 * 100 + 7 * 10_000
+
+
+def test_a_run_that_stops_between_log_lines_keeps_its_seconds(trained, clock, monkeypatch):
+    flags = ('--steps=60', '--log_every=20', '--eval_every=0')
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'train_step', train.train_step)  # restored at the end
+        signal_at_step(signal.SIGTERM, 25)
+        out = trained('run', *flags, status=143)
+    assert load(out, 'ckpt.pt')['so_far']['step_seconds'] == 2500
+    assert trained('run', *flags) == out
+    with open(f'{out}/log.jsonl') as file:
+        rates = [entry['tokens_per_second'] for entry in map(json.loads, file) if 'loss' in entry]
+    result = result_of(out)
+    assert rates == [4 * 32 / 100] * 4 and result['tokens_per_second'] == 4 * 32 / 100
+    assert result['train_seconds'] == 60 * 100 + 2 * 10_000  # at step 0 and at the end
+
+
+def test_steps_that_a_device_still_works_on_are_no_part_of_an_evaluation(monkeypatch):
+    """The host of a GPU is ahead of it: here by three steps of 100 s, as an evaluation of 7 s begins."""
+    now, ahead = [0.0], [300]
+
+    def synchronize():
+        now[0] += ahead.pop()
+        ahead.append(0)
+    monkeypatch.setattr(machine, 'time', SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(torch.cuda, 'synchronize', synchronize)
+    so_far = {'elapsed': 50, 'step_seconds': 20}
+    clock = machine.Clock(so_far, 3, torch.device('cuda'))
+    with clock.paused():
+        now[0] += 7
+    assert clock.seconds_per_step(6) == 100 and so_far == {'elapsed': 357, 'step_seconds': 320}
 
 
 def test_centering_beside_any_method_has_its_name_and_its_steps(trained):

@@ -12,9 +12,9 @@ import numpy as np
 import pandas as pd
 
 from analysis import paper
-from analysis.statistics import SUMMARY
-from common import UserError, check, read_json, write_atomic
-from model import METHODS, SIZES, SUBSETS
+from analysis.measure import SUMMARY
+from model import ALL, METHODS, SIZES, SUBSETS
+from oec.common import UserError, check, read_json, write_atomic
 
 MARGIN = 0.5         # nats that the loss of a diverged run has risen by
 LINES = 20           # log lines in a window, so that noise moves their median by less than that
@@ -29,7 +29,6 @@ REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
 TEXT = {'method', 'size', 'dtype', 'logits_dtype', 'rounded', 'device', 'quantity'}
 SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded']
 KEY = ['variant', 'size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'rounded']  # tells runs apart
-ALL = SUBSETS[-1]
 DEFAULTS = {'mu_shift': 0.0, 'seed': 0.0, 'rounded': ALL}  # what an empty cell means
 CURVE = 'step loss lr_step lr_sum mu_norm logit_mean logit_mean_spread logit_absmax gradient_sum'.split()
 PUBLISHED = {'16M': (10.83, 15572480), '29M': (10.83, 28638560), '57M': (10.83, 57338400),

@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import bench
 import train
-from analysis import statistics
-from head import chunked_head
+from analysis import measure
+from oec import bench
+from oec.head import chunked_head
 from test_facts import HEAD_MODES, close, fact_3_terms, tiny_gpt
 
 WINDOWS = torch.randint(64, (40, 17), generator=torch.Generator().manual_seed(0))
@@ -23,7 +23,7 @@ def tiny_gpt_32(method='baseline', shift=60.0, logits_dtype='float32', **more):
 
 def statistics_of(gpt):
     with torch.no_grad():
-        return statistics.statistics(statistics.positions(gpt, WINDOWS), gpt.E, gpt.config)
+        return measure.statistics(measure.positions(gpt, WINDOWS), gpt.E, gpt.config)
 
 
 def test_what_centering_would_do_to_each_position():
@@ -68,6 +68,6 @@ def test_more_positions_take_no_more_memory():
     for n in (1, 1, 8):  # the first time is to load what stays
         batches = [(torch.randn(512, 8), torch.randint(len(E), (512,))) for _ in range(n)]
         with torch.no_grad():
-            taken += [bench.extra_memory(partial(statistics.statistics, batches, E, config), E.device)]
+            taken += [bench.extra_memory(partial(measure.statistics, batches, E, config), E.device)]
     logits_of_the_others = 7 * 512 * len(E) * 4
     assert not taken[2] - taken[1] > logits_of_the_others / 2  # nan where the system does not say

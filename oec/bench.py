@@ -1,8 +1,8 @@
 """
 Speed and memory of the training step with each method, or of the output head, side by side in one process.
 
-    python bench.py --sizes=16M,221M --methods=baseline,mu_loss
-    python bench.py --head                    the heads: plain, chunked, and those of other libraries
+    python -m oec.bench --sizes=16M,221M --methods=baseline,mu_loss
+    python -m oec.bench --head                    the heads: plain, chunked, and those of other libraries
 
 Contestants take turns (A B A B ...), so a machine that drifts slows all of them; a ratio is the median over
 the turns of the ratio within a turn. Milliseconds are medians, after warm-up, with the device synchronised.
@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from tabulate import tabulate
 
 import train
-from common import UserError, check, number, parse_args, run
-from head import chunked_head, compiled_head
-from model import GPT, METHODS, SIZES, SUBSETS, gpt_config, plain_head
+from model import ALL, GPT, METHODS, SIZES, gpt_config, plain_head
+from oec.common import UserError, check, number, parse_args, program
+from oec.head import chunked_head, compiled_head
+from oec.machine import default_dtype, set_up_machine
 
 DTYPES = ['bfloat16', 'float32']
 torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one process
@@ -93,7 +94,7 @@ def compare(contestants, n_tokens, flop, best, seconds, device):
             found[name] = call, call().item(), extra_memory(call, device)
         except (RuntimeError, UserError) as error:  # no memory or no compiler: the others are worth a table
             print(f'left out: {name}: {type(error).__name__}: {" ".join(str(error).split())[:150]}')
-    check(found, 'nothing could be run, see above', status=1)
+    check(found, 'nothing could be measured, see above', status=1)
 
     times, rows = take_turns([call for call, *_ in found.values()], seconds, device), []
     for i, (name, (_, loss, memory)) in enumerate(found.items()):
@@ -173,7 +174,7 @@ def main(argv=None):
     add('--micro_batch_size', type=extent, help='sequences in a forward pass; default at most 16')
     add('--vocab_size', type=extent, help='rows of the head; default 50304, for tiny 2048')
     args = parse_args(p, argv)
-    args.deterministic, args.rounded = False, SUBSETS[-1]  # for set_up_machine and default_dtype
+    args.deterministic, args.rounded = False, ALL  # for set_up_machine and default_dtype
     args.device = args.device or ('cuda' if torch.cuda.is_available() else 'cpu')
     for name, gpu, cpu in (('sizes', '16M', 'tiny'), ('batch_size', 64, 8), ('block_size', 2048, 128),
                            ('compile', True, False)):
@@ -181,11 +182,11 @@ def main(argv=None):
             setattr(args, name, gpu if args.device == 'cuda' else cpu)
     args.micro_batch_size = args.micro_batch_size or min(16, args.batch_size)
     sizes, methods = args.sizes.split(','), args.methods.split(',')
-    dtypes = (args.dtype or train.default_dtype(args)[0]).split(',')
+    dtypes = (args.dtype or default_dtype(args)).split(',')
     check({*DTYPES} >= {*dtypes}, f'--dtype={args.dtype} should be some of {", ".join(DTYPES)}')
     check(SIZES.keys() >= {*sizes}, f'--sizes={args.sizes} should be some of {", ".join(SIZES)}')
     check(METHODS.keys() >= {*methods}, f'--methods={args.methods} should be some of {", ".join(METHODS)}')
-    device = train.set_up_machine(args, 0)
+    device = set_up_machine(args, 0)
 
     cpu = f'cpu, {torch.get_num_threads()} threads'
     machine = torch.cuda.get_device_name() if args.device == 'cuda' else cpu
@@ -215,4 +216,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    run(main)
+    program(main)

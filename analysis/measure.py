@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 import model
-from checkpoint import load_checkpoint
-from common import UserError, read_json, write_json
-from data import Windows
-from head import n_chunks
 from model import GPT, gpt_config, join_stats, logits_to_loss, operands, product_dtype, round_off
+from oec.common import UserError, read_json, write_json
+from oec.data import Windows
+from oec.head import n_chunks
+from oec.run_folder import load_checkpoint
 
 POSITIONS = 131_072  # the statistics are taken over that many of a run's test tokens, or all if fewer
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']

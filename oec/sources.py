@@ -16,7 +16,7 @@ import os
 import sysconfig
 import time
 
-from common import UserError, check, write_atomic
+from oec.common import UserError, check, write_atomic
 
 FINEWEB = 'HuggingFaceFW/fineweb'
 PAUSE = 1.0  # seconds before a request is repeated for the first time; doubles each time, up to a minute

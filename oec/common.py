@@ -23,8 +23,8 @@ def check(right, message, status=2):
         raise UserError(message, status)
 
 
-def run(main):
-    """Runs main(argv) as the program: the one place where an error becomes a line and an exit status."""
+def program(main):
+    """Calls main(argv) as the program: the one place where an error becomes a line and an exit status."""
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as caught:

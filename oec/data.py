@@ -16,7 +16,7 @@ import os
 
 import numpy as np
 
-from common import UserError, check, read_json, write_atomic
+from oec.common import UserError, check, read_json, write_atomic
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
 

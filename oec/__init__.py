@@ -1,0 +1,1 @@
+"""Output Embedding Centering: the helpers of the programs one folder up."""
