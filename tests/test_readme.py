@@ -116,10 +116,10 @@ def test_the_tables_of_16M():
 
 def test_what_16M_lost():
     lost, readme, found = lost_in_16M(), ' '.join(read('README.md').split()), csv_of('shift_16M')
-    theirs = paper.DRIFT[paper.DRIFT['size'] == '16M'].set_index('lr').excess
+    theirs = shift.published_baselines().set_index(['size', 'lr']).excess['16M']
     words = r'baseline loses (\S+ and \S+) nats .* loses (\S+ and \S+) after .* loses (\S+) at 331'
     assert_shown(said(words, readme), lost['baseline', 187], lost['baseline', 331],
-                 theirs['0.1'], theirs['0.3'], lost['mu_centering', 331])
+                 theirs[0.1], theirs[0.3], lost['mu_centering', 331])
     text, full = account(), found[found.rounded == ALL]
     centering = [loss for (method, norm), loss in lost.items() if method == 'mu_centering' and norm]
     seeds = full[full.method == 'mu_centering'].groupby('mu_shift').test_loss
@@ -144,10 +144,10 @@ def test_the_multiples_of_the_rounding_noise():
     words = r'(\S+ to \S+) times the noise, ours of 16M (.*) times and `tiny` (.*) times\.'
     shown = re.search(words, account()).groups()
     for multiples, folder in zip(shown, (None, 'shift_16M', 'shift'), strict=True):
-        rows = paper.DRIFT
+        rows = shift.published_baselines()
         if folder:
             rows = shift.shifted(csv_files.read(f'{PUBLISHED}/{folder}/results.csv')[0])
-            rows = rows[rows.label == 'baseline']
+            rows = rows[rows.full_name == 'baseline']
         rows = rows[rows.offset >= 256]
         found = rows.excess / shift.rounding_noise(rows.offset)
         assert_shown(multiples, found.min(), found.max())
@@ -197,7 +197,8 @@ def test_the_table_of_numerics():
 
 
 def test_the_tables_of_natural_drift():
-    published, ours = pd.read_csv(f'{PUBLISHED}/authors_16M.csv'), csv_of('proxy')
+    published, ours = pd.read_csv(f'{ROOT}/results/authors/results.csv'), csv_of('proxy')
+    published = published[published['size'] == '16M']
     ours['rms'] = (ours.logit_mean ** 2 + ours.logit_mean_spread ** 2) ** 0.5
     for lr, _, *cells in account("| lr | the paper's Σ lr |")[1:]:
         [theirs] = published[(published.method == 'baseline') & (published.lr == float(lr))].itertuples()
