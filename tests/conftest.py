@@ -17,6 +17,11 @@ ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
        'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
 
 
+def read(*path):
+    with open(os.path.join(ROOT, *path), encoding='utf-8') as file:
+        return file.read()
+
+
 def execute(*command, check=0, cwd=ROOT, **env):
     """Starts a program as a user would and asserts its exit status; returns the finished process."""
     done = subprocess.run([str(word) for word in command], cwd=cwd, env={**ENV, **env}, capture_output=True,

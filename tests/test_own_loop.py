@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conftest import read
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
-from test_readme import read
 
 
 def readme_functions():

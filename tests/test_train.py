@@ -61,9 +61,9 @@ def test_a_run_leaves_what_the_design_says(whole):
     log, result, saved = log_of(whole), result_of(whole), load(whole)
     assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 61, 5)]
     assert [e['step'] for e in log if 'test_loss' in e] == [0, 20, 40, 60]
-    assert set(log[1]) == set('step loss reg lr grad_norm mu_norm logit_mean logit_mean_spread logit_std '
+    assert set(log[1]) >= set('step loss reg lr grad_norm mu_norm logit_mean logit_mean_spread logit_std '
                               'logit_absmax logit_max gradient_sum'.split())  # and times
-    assert set(result) == set(COLUMNS.split()) and result['steps'] == 60 and result['lam'] == 1e-4
+    assert set(result) >= set(COLUMNS.split()) and result['steps'] == 60 and result['lam'] == 1e-4
     assert result['diverged'] is None and result['diverged_step'] is None
     assert result['init_loss'] == log[0]['test_loss'] == pytest.approx(math.log(320), abs=0.3)
     assert result['test_loss'] == log[-1]['test_loss'] < result['init_loss'] - 1

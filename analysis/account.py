@@ -1,0 +1,137 @@
+"""
+Writes the tables of README.md and of results/published_here/README.md, from the csv files beside the latter:
+
+    python -m analysis.account
+
+A table stands between <!-- table: NAME --> and <!-- end -->; TABLES says what is in it. All else is prose.
+"""
+import functools
+import itertools
+import re
+from pathlib import Path
+
+from analysis import csv_files, shift
+from analysis.tables import SYMBOLS, lrs_rows
+from model import ALL, SIZES, SUBSETS
+from oec.common import check, program, write_atomic
+
+HERE = Path(__file__).resolve().parent.parent
+PUBLISHED = HERE / 'results' / 'published_here'
+ROUNDED = {some: f', {some.replace(",", " and ")} alone' for some in SUBSETS} | {'none': ' in fp32', ALL: ''}
+WORDS = {'lr': 'lr {}', 'size': '{}', 'mu_shift': 'norm {:,}', 'step': 'steps {0[0]:,} to {0[1]:,}'}
+HEADERS = SYMBOLS | {'excess': 'loss lost', 'rounding_loss': 'rounding loss', 'noise': 'lost / noise'}
+WHOLE = ',.0f'  # the format of numbers that are shown without their seeds
+
+
+def each(values):
+    """(words, {name: value, ...}) for each combination of the values that a dict gives to names of WORDS."""
+    for some in itertools.product(*values.values()):
+        where = dict(zip(values, some, strict=True))
+        yield ''.join(f', {WORDS[name].format(value)}' for name, value in where.items()), where
+
+
+def lines(csv, *labels, whose='', **values):
+    """Lines (words, which rows) of a table: of a csv file those of each label and of each of the values."""
+    return [(whose + label + words, {**where, 'csv': csv, 'label': label})
+            for words, where in each(values) for label in labels]
+
+
+def columns(form, *names, **values):
+    """Columns (words, column of the csv file, format, which rows of a line): those of each of the values."""
+    return [(HEADERS.get(name, name) + words, name, form, where)
+            for name in names for words, where in each(values)]
+
+
+BOTH, OURS = ('baseline', 'μ-centering'), ('zero-sum', 'centered head')
+PARTS = 'baseline in fp32', 'baseline, operands alone', 'baseline, logits alone', 'baseline, gradient alone'
+NATURAL = 'natural_bf16/curves', 'baseline', 'baseline in fp32', 'zero-sum', 'μ-centering'
+LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 80, 187, 331, 1000)
+TABLES = {
+    'README.md': {
+        'authors_lrs': (
+            lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
+            [(size, 'lrs_n1', '.3f', {'size': size}) for size in SIZES if size != 'tiny']),
+        'shift_16M': (lines('shift_16M/results', *BOTH), columns('.2f', 'loss', mu_shift=(0, 187, 331)))},
+    'results/published_here/README.md': {
+        'methods_16M': (
+            lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping', 'μ-loss',
+                  'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
+        'baseline_16M': (
+            lines('shift_16M/results', 'baseline', mu_shift=NORMS),
+            columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
+        'roundings': (
+            lines('shift/results', *PARTS, 'baseline', *OURS, 'z-loss', 'z-loss in fp32'),
+            columns('.3f', 'loss', mu_shift=(300, 1000)) + columns(WHOLE, 'offset', mu_shift=(300, 1000))),
+        'push': (
+            lines('push/curves', *PARTS, *OURS, mu_shift=(187,)) +
+            lines('push/curves', *BOTH, mu_shift=(187, 100, 57, 0)),
+            columns(WHOLE, 'logit_mean', step=[(1, 50)]) +
+            columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) +
+            [('test loss', 'test_loss', '.2f', {'csv': 'push/results'})]),
+        'numerics': (
+            lines('real_bf16', *BOTH) + lines('emulated_bf16', *BOTH, whose='emulated: '),
+            columns('.3f', 'test_loss', mu_shift=(0, 300, 1000))),
+        'comes_back': (
+            lines(*NATURAL, mu_shift=[57]),
+            columns('.1f', 'logit_mean', step=[(1, 50), (101, 150), (401, 500), (7901, 8000)]) +
+            columns('.1f', 'mu_norm', step=[(401, 500), (7901, 8000)]) +
+            columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
+        'drift': (
+            lines('../authors/results', 'baseline', whose="the paper's ", size=['16M'], lr=LRS) +
+            lines('proxy/results', *BOTH, whose='ours: ', lr=LRS) +
+            lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
+            columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
+        'large_batches': (
+            lines(*NATURAL, mu_shift=[0]),
+            columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (901, 1000)]) +
+            columns('.3f', 'loss', step=[(201, 250), (901, 1000)]))}}
+
+
+@functools.cache
+def read(csv):
+    """The rows of a csv file, with a label such as "z-loss" or "baseline, logits alone"."""
+    runs, curves, *_ = csv_files.read(PUBLISHED / f'{re.sub("(curves|lrs)$", "results", csv)}.csv')
+    if csv.endswith('lrs'):
+        return lrs_rows(runs)[0].assign(seed=1).rename(columns={'variant': 'label'})
+    rows = curves if csv.endswith('curves') else shift.shifted(runs) if runs.mu_shift.any() else runs
+    if 'excess' in rows:
+        rows['noise'] = (rows.excess / shift.rounding_noise(rows.offset)).where(rows.offset >= 256)
+    return rows.assign(label=rows.method.map(csv_files.variant) + rows.rounded.map(ROUNDED))
+
+
+def cell(column, form, csv, **where):
+    """The mean over the seeds and, of several, [the lowest, the highest]; '' without runs, and never -0."""
+    rows = read(csv)
+    for name, value in where.items():
+        rows = rows[rows[name].between(*value) if name == 'step' else rows[name] == value]
+    values = rows.groupby('seed')[column].mean().dropna()
+    words = format(values.mean(), form) if form == WHOLE else shift.over_seeds(values, form)
+    return re.sub(r'-(?=0(\.0+)?(?![.\d]))', '', words) if len(values) else ''
+
+
+def table(lines, columns):
+    """The table in Markdown. UserError if a line of it has no runs."""
+    cells = [['', *(words for words, *_ in columns)], ['---'] + ['---:'] * len(columns)]
+    for words, rows in lines:
+        cells.append([words, *(cell(name, form, **{**rows, **some}) for _, name, form, some in columns)])
+        check(any(cells[-1][1:]), f'there is no run of "{words}"')
+    return ''.join(f'| {" | ".join(line)} |\n' for line in cells)
+
+
+def filled(readme):
+    """The text of one of the two files with its tables made anew. UserError if they are not all there."""
+    text, tables = (HERE / readme).read_text(encoding='utf-8'), TABLES[readme]
+    block = r'(<!-- table: (\w+) -->\n)[^<]*(<!-- end -->)'
+    there = [name for _, name, _ in re.findall(block, text)]
+    check(sorted(there) == sorted(tables), f'{readme} has {there} between <!-- table: NAME --> and <!-- end '
+          f'-->, and should have {list(tables)}, the TABLES of analysis/account.py')
+    return re.sub(block, lambda found: found[1] + table(*tables[found[2]]) + found[3], text)
+
+
+def main(argv):
+    for readme, text in [(readme, filled(readme)) for readme in TABLES]:
+        write_atomic(HERE / readme, lambda file, text=text: file.write(text), mode='w')
+
+
+if __name__ == '__main__':
+    program(main)
