@@ -12,6 +12,7 @@ Nothing depends on the number of processes or the micro-batch, and a resumed run
 import functools
 import glob
 import hashlib
+import mmap
 import os
 
 import numpy as np
@@ -84,8 +85,13 @@ class Windows:
         """Numbers (n,) of windows, counted through all shards -> their tokens (n, block_size + 1) int64."""
         which = np.searchsorted(self.ends, numbers, side='right')
         starts = (numbers - np.concatenate(([0], self.ends))[which]) * self.block_size
+        where = list(zip(which, starts.tolist(), strict=True))
+        for i, start in where:  # the disk is asked for all of them at once, and not for megabytes around each
+            page, within = divmod(4 * HEADER + 2 * start, mmap.PAGESIZE)
+            self.shards[i]._mmap.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE,
+                                         within + 2 * self.block_size + 2)
         return np.stack([self.tokens(i, start, start + self.block_size + 1)
-                         for i, start in zip(which, starts, strict=True)]).astype(np.int64)
+                         for i, start in where]).astype(np.int64)
 
 
 def fingerprint(shards):

@@ -47,13 +47,25 @@ def naming(what):
 # the hub
 
 
+def check_answer(request, response):
+    """Raises ValueError where a proxy answers with a page of its own, or with other bytes of a file."""
+    if '/api/' in str(request.url):
+        response.json()
+    elif part := request.headers.get('Range'):
+        first, last = map(int, part.removeprefix('bytes=').split('-'))
+        given, size = response.headers.get('Content-Range', 'of the whole file'), len(response.content)
+        if not given.startswith(f'bytes {first}-{last}/') or size != last + 1 - first:
+            raise ValueError(f'{size} bytes, {given}, instead of {first}-{last}')
+
+
 def retry_requests(minutes):
     """
     From now on the hub's client repeats a request for a dataset, with a line that says so, after any lost
-    connection, timeout, status 408, 429 or 5xx, or other part of a file than was asked for. Once `minutes`
-    have passed since the first try it raises UserError.
+    connection, timeout, status 408, 429 or 5xx, or answer that check_answer refuses. Once `minutes` have
+    passed since the first try it raises UserError.
     """
-    from huggingface_hub import constants, errors, get_session
+    with naming('huggingface_hub and its HF_ variables'):
+        from huggingface_hub import constants, errors, get_session
     client, hub = get_session(), constants.ENDPOINT
     send = type(client).send  # of the class: a second call must not repeat the repetitions
     timeout = dict.fromkeys(('connect', 'read', 'write', 'pool'), constants.HF_HUB_DOWNLOAD_TIMEOUT)
@@ -62,17 +74,16 @@ def retry_requests(minutes):
         request.extensions['timeout'] = timeout  # the client sends some without any, which may wait for ever
         if not str(request.url).startswith((f'{hub}/datasets/', f'{hub}/api/datasets/')):
             return send(client, request, **options)  # user statistics and the like: nothing depends on them
-        url, part = str(request.url).partition('?')[0], request.headers.get('Range', '').replace('=', ' ')
-        begin, pause = time.monotonic(), PAUSE
+        url, begin, pause = str(request.url).partition('?')[0], time.monotonic(), PAUSE
         while True:
             try:
                 response = send(client, request, **options)
                 status, asked = response.status_code, response.headers.get('Retry-After', '')
-                reason, given = f'HTTP {status}', response.headers.get('Content-Range', '').partition('/')[0]
-                if status < 300 and given != part:  # some proxies send the whole file
-                    reason += f' with {given or "all bytes"} instead of {part}'
-                elif status < 500 and status not in (408, 429):
+                if status < 300:
+                    check_answer(request, response)
+                if status < 500 and status not in (408, 429):
                     return response
+                reason = f'HTTP {status}'
             except errors.OfflineModeIsEnabled:
                 raise
             except Exception as error:  # the client's versions differ in what they raise
@@ -80,7 +91,7 @@ def retry_requests(minutes):
             left = begin + 60 * minutes - time.monotonic()
             check(left > 0, f'{url}: {reason}; gave up after --retry_minutes={minutes:g}; the same command '
                   'resumes', status=1)
-            wait = min(max(pause, float(asked) if asked.isdigit() else 0), left)
+            wait = min(max(pause, float(asked) if asked.isdecimal() else 0), left)
             print(f'{url}: {reason}; trying again in {wait:.0f} s', flush=True)
             time.sleep(wait)
             pause = min(2 * pause, 60)
@@ -106,11 +117,12 @@ def config_files(repository, commit, config):
     from huggingface_hub import DatasetCard
     with open_file(repository, commit, 'README.md') as file:
         configs = DatasetCard(file.read(file.size).decode()).data.configs or []
-    patterns = {entry['config_name']: entry['data_files'] for entry in configs}
+    patterns = {entry['config_name']: splits['train'] for entry in configs
+                if 'train' in (splits := sanitize_patterns(entry.get('data_files') or {}))}
     close = difflib.get_close_matches(config, patterns, 3) or sorted(patterns)[-3:]
-    check(config in patterns, f'--name={config}: {repository} has no such config; try {", ".join(close)}')
+    check(config in patterns, f'--name={config}: {repository} has no such config with a train split; try {", ".join(close)}')
     root = f'hf://datasets/{repository}@{commit}/'
-    return sorted({file.removeprefix(root) for pattern in sanitize_patterns(patterns[config])['train']
+    return sorted({file.removeprefix(root) for pattern in patterns[config]
                    for file in resolve_pattern(pattern, root)})
 
 
@@ -204,9 +216,9 @@ def check_rows(rows, path, row=0):
 def local_texts(pattern):
     """The texts of the files that match a glob, sorted by their names."""
     paths = sorted(glob.glob(pattern))
-    endings = ' '.join(sorted({os.path.splitext(path)[1] for path in paths}))
-    check(endings in ('.txt', '.jsonl', '.parquet'), f'--files={pattern}: should match files of one kind, '
-          f'.txt, .jsonl or .parquet, matches {endings or "none; quote the glob"}')
+    endings = ' '.join(sorted({os.path.splitext(path)[1] or path for path in paths}))
+    check(endings in ('.txt', '.jsonl', '.parquet'), f'--files={pattern}: should match files of one kind, .txt, '
+          f'.jsonl or .parquet, matches {endings or "none; *, ? and [] have a meaning, braces have none"}')
     for path in paths:
         yield from check_rows(file_rows(path), path)
 
