@@ -121,7 +121,6 @@ def load_bpe(path):
 
 def encode_bpe(tokenizer, text):
     """text -> tokens (n,) uint16: 0, then the byte pairs."""
-    tokenizer.encode_special_tokens = True  # an end-of-text that a text spells out is text
     [encoded] = tokenizer.encode_batch_fast([text.encode('utf-8', 'replace').decode()])  # without the GIL
     return np.array([0, *encoded.ids], np.uint16)
 
@@ -236,9 +235,8 @@ def read_val(documents, args, shrink):
 
 def fill_shards(documents, args, meta, taken, bar):
     """
-    Cuts the tokens of documents, the first of which is number meta['documents'], into the val shard and train
-    shards up to --tokens. After each shard meta.json says where the next one starts; killed in between, the
-    same shard is made again. Raises UserError where the text ends before meta['documents'].
+    Cuts the tokens of documents, from number meta['documents'] on, into the val shard and train shards up to
+    --tokens. After each, meta.json says where the next one starts. UserError where no documents are left.
     """
     document, within = meta['documents'], meta['within_document']  # the next one, and its tokens in a shard
     tokens = next(documents, None)
@@ -310,6 +308,7 @@ def main(argv=None):
             elif args.tokenizer == 'bpe':
                 tokenizer = (load_bpe(bpe_path) if meta['shards'] else
                              learn_bpe(sources.read_texts(args, meta, {}), vocab_size))
+                tokenizer.encode_special_tokens = True  # an end-of-text that a text spells out is text
                 encode = functools.partial(encode_bpe, tokenizer)
             documents = encode_all(sources.read_texts(args, meta, taken), encode, args.workers)
             stack.enter_context(contextlib.closing(documents))

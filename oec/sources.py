@@ -57,9 +57,8 @@ def check_answer(request, response):
 
 def patient_hub(minutes):
     """
-    The hub's HfApi. From now on its client repeats a request for a dataset, with a line that says so, after
-    any lost connection, timeout, status 408, 429 or 5xx, or answer that check_answer refuses. Once `minutes`
-    have passed since the first try it raises UserError.
+    The hub's HfApi, whose client repeats a request for a dataset, with a line that says so, after any lost
+    connection, timeout, status 408, 429 or 5xx, or wrong answer. UserError once it has tried for `minutes`.
     """
     with naming('HF_... of the environment'):
         from huggingface_hub import constants
