@@ -46,7 +46,7 @@ group=$! stopped=
 set +m
 trap 'stopped=130; kill -TERM -- -"$group"' INT
 trap 'stopped=143; kill -TERM -- -"$group"' TERM HUP
-while kill -0 -- -"$group" 2>/dev/null; do wait "$group"; status=$?; sleep 0.2; done
+while kill -0 -- -"$group" 2>/dev/null; do wait "$group" 2>/dev/null; status=$?; sleep 0.2; done
 [ -z "$stopped" ] || { echo 'stopped; the same command resumes' >&2; exit "$stopped"; }
 failed=$(grep -rh --include='*.failed' . "$logs") || exit $status
 printf 'failed; the same command tries again, from the start if you remove the folder:\n%s\n' "$failed" >&2
