@@ -45,7 +45,7 @@ def together(world_size):
         if other:
             raise UserError(*other)
     for name in mine:
-        values = list(dict.fromkeys(str(other[name]) for _, other in everyone))
+        values = list(dict.fromkeys(str(other.get(name)) for _, other in everyone))
         check(len(values) == 1, f'the processes differ in {name}: {", ".join(values)}; all of them need the '
               'same command, and see the same --data and --out')
 

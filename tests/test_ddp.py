@@ -133,7 +133,8 @@ def test_what_all_ranks_see_is_said_once(corpus, tmp_path):
 
 
 @pytest.mark.parametrize('other, named', [
-    (['--out=ELSE', '--lr=2'], 'lr: 1.0, 2.0'), (['--out=ELSE'], 'step: 5, 0'), (['--data=ELSE'], 'ELSE')])
+    (['--out=ELSE', '--lr=2'], 'lr: 1.0, 2.0'), (['--out=ELSE'], 'done: True, False'),
+    (['--data=ELSE'], 'ELSE')])
 def test_processes_that_would_not_do_the_same_all_end_at_once_with_one_line(corpus, tmp_path, other, named):
     """As on two nodes, where each has a local rank 0: started with other flags, or where one run is done."""
     flags = [*SMALL, '--steps=5', '--lr=1', f'--data={corpus}', f'--out={tmp_path}/run']
