@@ -5,7 +5,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import paper, plots, theory
+from analysis import account, paper, plots, theory
+
+
+@pytest.mark.skipif(not account.PUBLISHED.exists(), reason='deleted by this fork')
+def test_what_the_papers_16M_lost_is_in_its_authors_csv():
+    """Against μ-centering at the same learning rate."""
+    runs = pd.read_csv(account.PUBLISHED / 'authors_16M.csv').pivot(index='lr', columns='method')
+    theirs = paper.DRIFT[paper.DRIFT['size'] == '16M'].astype({'lr': float}).set_index('lr')
+    lost = runs.test_loss.baseline - runs.test_loss.mu_centering
+    for name, values in (('excess', lost), ('mu_norm', runs.mu_norm.baseline),
+                         ('logit_mean', runs.logit_mean.baseline)):
+        assert theirs[name].to_dict() == pytest.approx(values.to_dict(), abs=6e-4)
 
 
 @pytest.mark.parametrize('size', ['tiny', '16M'])
