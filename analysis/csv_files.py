@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis import paper
-from analysis.measure import SUMMARY
+from analysis import measure, paper
 from model import ALL, METHODS, SIZES, SUBSETS
 from oec.common import UserError, check, read_json, write_atomic
 
@@ -21,16 +20,18 @@ LINES = 20           # log lines in a window, so that noise moves their median b
 WINDOWS = 20         # a run is cut into so many windows, or into fewer if its lines are few
 CURVE_POINTS = 1000  # log lines of a run that curves.csv keeps
 
-COLUMNS = ('method size n_params weight_tying lam cap lr seed steps dtype logits_dtype mu_shift '
-           'rounded init_loss test_loss train_loss diverged diverged_step mu_norm logit_mean '
+COLUMNS = ('method size n_params weight_tying lam cap lr seed steps dtype logits_dtype mu_shift rounded '
+           'center_every init_from init_loss test_loss train_loss diverged diverged_step mu_norm logit_mean '
            'logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log rounding_loss '
            'gradient_sum lr_sum train_seconds tokens_per_second device').split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
-TEXT = {'method', 'size', 'dtype', 'logits_dtype', 'rounded', 'device', 'quantity'}
-SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded']
-KEY = ['variant', 'size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'rounded']  # tells runs apart
+TEXT = {'method', 'size', 'dtype', 'logits_dtype', 'rounded', 'init_from', 'device', 'quantity'}
+SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', 'rounded', 'center_every',
+            'init_from']
+KEY = ['variant', 'size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'rounded', 'init_from']  # of one run
 DEFAULTS = {'mu_shift': 0.0, 'seed': 0.0, 'rounded': ALL}  # what an empty cell means
 CURVE = 'step loss lr_step lr_sum mu_norm logit_mean logit_mean_spread logit_absmax gradient_sum'.split()
+SPREAD = ['quantity', *measure.SUMMARY]
 PUBLISHED = {'16M': (10.83, 15572480), '29M': (10.83, 28638560), '57M': (10.83, 57338400),
              '109M': (10.83, 108404800), '221M': (10.85, 220810720)}  # loss at initialisation, parameters
 SHOULD = {  # what else would be wrong science, or end in a traceback
@@ -106,7 +107,7 @@ def training_curve(path):
     """
     log = pd.DataFrame([entry for entry in read_log(path) if 'lr' in entry]).rename(columns={'lr': 'lr_step'})
     if log.empty:
-        return log
+        return log.reindex(columns=CURVE)
     mean_lr = (log.lr_step + log.lr_step.shift(fill_value=log.lr_step[0])) / 2
     log['lr_sum'] = (log.step.diff().fillna(log.step[0]) * mean_lr).cumsum()
     every = math.ceil(len(log) / CURVE_POINTS)
@@ -138,12 +139,24 @@ def diverged(curve, test_loss, init_loss):
 
 
 def results(folders):
-    """The result.json of finished runs. UserError for one that cannot be a line of results.csv."""
-    found = {folder / 'result.json': read_json(folder / 'result.json') for folder in folders}
-    words = [['' if row.get(name) is None else str(row[name]) for name in COLUMNS] for row in found.values()]
-    rows = parse(pd.DataFrame(words, list(found), COLUMNS, dtype=str), REQUIRED)
-    check_once(identify(rows), 'these folders')
-    return list(found.values())
+    """
+    Finished runs -> (a row each of what result.json says, indexed by its path; a line on each that is left
+    out, since a file is damaged or has gone). UserError if nothing is left, or a run is there twice.
+    """
+    rows, bad = [], []
+    for folder in folders:
+        try:
+            read_json(folder / 'config.json')
+            found = read_json(folder / 'result.json')
+            check(measure.kept(folder) or (folder / 'model.pt').exists(), f'{folder}: has no model.pt')
+            words = {name: '' if found.get(name) is None else str(found[name]) for name in COLUMNS}
+            rows.append(parse(pd.DataFrame(words, [folder / 'result.json']), REQUIRED))
+        except UserError as error:
+            bad.append(f'left out: {error}')
+    check(rows, '; '.join(bad))
+    rows = identify(pd.concat(rows))
+    check_once(rows, 'these folders')
+    return rows, bad
 
 
 def check_once(rows, where):
@@ -202,47 +215,39 @@ def parse(cells, required):
     return cells
 
 
-def base_method(method):
-    """The method that a name such as z_loss+center10 (z_loss, with --center_every=10) begins with."""
-    return method.partition('+center')[0]
-
-
-def name_of(method):
-    """What tables and figures call a method."""
-    base, beside, every = method.partition('+center')
-    words = paper.NAMES.get(base, base)
-    words += ' + centering' if beside and base != 'mu_centering' else ''
-    return words + (f' every {every}' if beside and every != '1' else '')
-
-
-def variant(method, lam):
-    """The method's name and its λ, of which the method's default needs no mention."""
-    default = METHODS.get(base_method(method)) or 1e-4
-    return name_of(method) + ('' if pd.isna(lam) or lam == default else f' λ={lam:g}')
+def variant(method, lam=math.nan, center_every=math.nan):
+    """What tables and figures call a method with these settings, of which the usual need no mention."""
+    words = paper.NAMES.get(method, method)
+    if not math.isnan(center_every):
+        words += '' if method == 'mu_centering' else ' + centering'
+        words += '' if center_every == 1 else f' every {center_every:g}'
+    return words + ('' if math.isnan(lam) or lam == (METHODS.get(method) or 1e-4) else f' λ={lam:g}')
 
 
 def identify(rows):
     """Fills in what an empty cell of SETTINGS means, adds the column variant, and sorts as the paper does."""
     rows = rows.replace({'rounded': {'': ALL}}).fillna(DEFAULTS)
-    base = rows.method.map(base_method)
-    default = base.map(METHODS).astype(float)
-    no_lam = default.isna() & base.isin(METHODS)  # whatever the csv says
+    default = rows.method.map(METHODS).astype(float)
+    no_lam = default.isna() & rows.method.isin(METHODS)  # whatever the csv says
     rows['lam'] = rows.lam.fillna(default).mask(no_lam)
-    words = [variant(*row) for row in zip(rows.method, rows.lam, strict=True)]
+    rows['center_every'] = rows.center_every.mask(rows.center_every == (rows.method == 'mu_centering'))
+    words = [variant(*row) for row in zip(rows.method, rows.lam, rows.center_every, strict=True)]
     rows['variant'] = pd.Series(words, rows.index, dtype=str)
     rank = {known: f'{i:02}' for i, known in enumerate((*SIZES, *METHODS))}
-    order = rows.assign(size=rows['size'].map(lambda size: rank.get(size, '99') + size),
-                        method=rows.method.map(lambda method: rank.get(base_method(method), '99') + method))
-    by = ['weight_tying', 'size', 'method', 'lam', 'lr', 'mu_shift', 'rounded', 'seed']
-    return rows.loc[order.sort_values(by, na_position='first').index].reset_index(drop=True)
+    order = rows.assign(**{name: rows[name].map(lambda word: rank.get(word, '99') + word)
+                           for name in ('size', 'method')})
+    by = ['weight_tying', 'size', 'method', 'lam', 'center_every', 'lr', 'mu_shift', 'rounded', 'seed']
+    return rows.loc[order.sort_values(by, na_position='first').index]
 
 
-def complete(runs, curves):
+def complete(runs, curves, spread):
     """
     Fills in what follows from a run's size, schedule and log: train_loss is the mean over the last tenth of
     the steps. Adds capped_loss, the test loss, or that at initialisation if it is lower or the test loss is
-    not finite, and offset, the root mean square over positions of their mean logit, which bf16 has to round.
+    not finite, offset, the root mean square over positions of their mean logit, which bf16 has to round, and
+    to `spread` whether the run diverged.
     """
+    runs = runs.reset_index(drop=True)
     for i, column in enumerate(('init_loss', 'n_params')):
         known = runs['size'].map({size: facts[i] for size, facts in PUBLISHED.items()})
         runs[column] = runs[column].fillna(known)
@@ -255,8 +260,10 @@ def complete(runs, curves):
             runs.loc[i, 'train_loss'] = curve.loss[curve.step > 0.9 * curve.step.max()].mean()
         if math.isnan(run.diverged):
             runs.loc[i, ['diverged', 'diverged_step']] = diverged(curve, run.test_loss, run.init_loss)
-    return runs.assign(capped_loss=np.fmin(runs.test_loss, runs.init_loss),
-                       offset=np.hypot(runs.logit_mean, runs.logit_mean_spread))
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
+    for rows in (runs, curves):
+        rows['offset'] = np.hypot(rows.logit_mean.astype(float), rows.logit_mean_spread.astype(float))
+    return runs, curves, spread.merge(runs[[*KEY, 'diverged']])
 
 
 def read(path):
@@ -274,11 +281,8 @@ def read(path):
     runs = identify(read_csv(path, REQUIRED, COLUMNS))
     check(len(runs), f'{path}: it has no runs, only a first line')
     check_once(runs, path)
-    curves = beside('curves.csv', CURVE)
-    curves['offset'] = np.hypot(curves.logit_mean.astype(float), curves.logit_mean_spread.astype(float))
-    runs = complete(runs, curves)
-    spread, file = beside('distributions.csv', ['quantity', *SUMMARY]), path.parent / 'settings.json'
+    file = path.parent / 'settings.json'
     settings = read_json(file) if path.name == 'results.csv' and file.exists() else {}
     check(all(isinstance(values, list) for values in settings.values()),
           f'{file}: each setting should have a list of values')
-    return runs, curves, spread.merge(runs[[*KEY, 'diverged']]), settings
+    return *complete(runs, beside('curves.csv', CURVE), beside('distributions.csv', SPREAD)), settings

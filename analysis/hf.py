@@ -271,7 +271,7 @@ def main(args):
         write_csv(os.path.join(out, 'models.csv'), measured)
         figure = plots.save(plots.histograms(values), out, 'distributions', 'Distributions', 'Section 3',
                             'Over the vocabulary (r_emb) and the positions.')
-        report.write_report(out, [], [table, figure], None, {}, [], '')
+        report.write_report(out, [table, figure], [])
     print('', report.markdown(table, 'text'), sep='\n')
     print(f'wrote {out}; open {os.path.join(out, "report.html")} in a browser')
     return 0

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import model
 from model import GPT, gpt_config, join_stats, logits_to_loss, operands, product_dtype, round_off
 from oec.common import UserError, read_json, write_json
 from oec.data import Windows
 from oec.head import n_chunks
 from oec.run_folder import load_checkpoint
 
+VERSION = 1  # of the statistics that a run keeps. A change that makes older ones wrong raises it.
 POSITIONS = 131_072  # the statistics are taken over that many of a run's test tokens, or all if fewer
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
@@ -110,15 +110,25 @@ def of_model(gpt, windows):
             'mu_norm': gpt.E.detach().mean(dim=0).norm().item()}
 
 
+def kept(folder):
+    """What of_run has kept in a run's analysis.json, or None if it is of another VERSION or model.pt."""
+    path = Path(folder, 'model.pt')
+    try:
+        found = read_json(Path(folder, 'analysis.json'))
+    except UserError:
+        return None
+    same = found.get('version') == VERSION and (not path.exists() or found['bytes'] == path.stat().st_size)
+    return found['statistics'] if same else None
+
+
 def of_run(folder):
     """
     What of_model says of a finished run, over the first POSITIONS of its test text. It is kept in the run's
-    analysis.json, which counts while it is newer than the model and the code behind it.
+    analysis.json, if that can be written.
     """
-    path, kept = Path(folder, 'model.pt'), Path(folder, 'analysis.json')
-    behind = [Path(file).stat().st_mtime for file in (path, __file__, model.__file__) if Path(file).exists()]
-    if kept.exists() and kept.stat().st_mtime > max(behind):
-        return read_json(kept)
+    path, found = Path(folder, 'model.pt'), kept(folder)
+    if found:
+        return found
     checkpoint = load_checkpoint(path)
     try:
         settings = checkpoint['config']
@@ -127,9 +137,15 @@ def of_run(folder):
         where = settings['data'], 'val', settings['block_size'], settings['vocab_size']
     except Exception as error:  # of any kind, since the file may hold anything
         raise UserError(f'{path}: not a model of this project ({str(error)[:150]})') from error
+    if not Path(where[0]).exists():  # its --data may have been relative to the repository
+        where = Path(__file__).parents[1] / where[0], *where[1:]
     windows = Windows(*where)
     n = min(max(1, min(POSITIONS, settings['test_tokens']) // windows.block_size), len(windows))
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     found = of_model(gpt, torch.from_numpy(windows[np.arange(n)]))
-    write_json(kept, found)
+    try:
+        write_json(Path(folder, 'analysis.json'),
+                   {'version': VERSION, 'bytes': path.stat().st_size, 'statistics': found})
+    except UserError as error:  # the folder may be someone else's
+        print(f'{error}; its statistics are not kept')
     return found

@@ -3,9 +3,12 @@ What a shifted mean costs: tables of runs with --mu_shift, which adds one vector
 before training. In exact arithmetic that changes no cross entropy (Fact 2), so what the baseline loses is
 lost to rounding; z-loss and μ-loss see the shift in their penalties.
 """
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 
+from analysis import csv_files
 from analysis.tables import usual
 from model import ALL, SUBSETS
 
@@ -17,17 +20,32 @@ def shifted(runs):
     """
     The runs of each size, tying, learning rate and variant that has one with a shifted mean, and the columns
     loss (that at initialisation if the test loss is not finite), excess (the loss minus the mean loss without
-    a shift, of the same variant or else of the baseline) and label (the variant, with FP32 if nothing is
+    a shift, of the same variant or else of the baseline) and full_name (the variant, with FP32 if nothing is
     rounded; '' if only some parts are).
     """
-    rows = runs[runs.groupby([*SETTING, 'variant']).mu_shift.transform('max') > 0].copy()
+    rows = runs[runs.init_from == '']
+    rows = rows[rows.groupby([*SETTING, 'variant']).mu_shift.transform('max') > 0].copy()
     rows['loss'] = rows.test_loss.fillna(rows.init_loss)
     rows['own'] = usual(rows).loss
-    rows['baseline'] = rows.own[rows.method == 'baseline']
+    rows['baseline'] = rows.own[rows.variant == 'baseline']
     origin = rows.groupby([*SETTING, 'variant']).own.transform('mean')
     rows['excess'] = rows.loss - origin.fillna(rows.groupby(SETTING).baseline.transform('mean'))
-    label = rows.variant.mask(rows.rounded == 'none', rows.variant + FP32)
-    return rows.assign(label=label.where(rows.rounded.isin([ALL, 'none']), ''))
+    full_name = rows.variant.mask(rows.rounded == 'none', rows.variant + FP32)
+    return rows.assign(full_name=full_name.where(rows.rounded.isin([ALL, 'none']), ''))
+
+
+def published_baselines():
+    """
+    The baselines that the paper's authors published: mu_norm, logit_mean, offset and excess, the test loss
+    minus that of μ-centering at the same size and learning rate. No rows where a fork has deleted them.
+    """
+    path = Path(__file__).parents[1] / 'results' / 'authors' / 'results.csv'
+    if not path.exists():
+        return pd.DataFrame(columns=['size', 'lr', 'mu_norm', 'logit_mean', 'offset', 'excess'])
+    runs, key = csv_files.read(path)[0], ['size', 'weight_tying', 'lr', 'seed']
+    baseline, centered = (runs[runs.method == name].set_index(key) for name in ('baseline', 'mu_centering'))
+    rows = baseline.assign(excess=baseline.test_loss - centered.test_loss, offset=baseline.logit_mean.abs())
+    return rows.dropna(subset='excess').reset_index()
 
 
 def rounding_noise(logit):
@@ -51,11 +69,11 @@ def cost_tables(rows, where):
     """The test loss and, where there are logs, the training loss of each method at each norm."""
     training = 'Training loss, of the last tenth of the steps,'
     for column, name in (('loss', 'Test loss'), ('train_loss', training)):
-        known = rows[(rows.label != '') & rows[column].notna()]
+        known = rows[(rows.full_name != '') & rows[column].notna()]
         if not len(known):
             continue
-        cells = known.groupby(['mu_shift', 'label'])[column].agg(over_seeds, '.3f').unstack(0)
-        cells = cells.loc[known.label.unique()].fillna('-')
+        cells = known.groupby(['mu_shift', 'full_name'])[column].agg(over_seeds, '.3f').unstack(0)
+        cells = cells.loc[known.full_name.unique()].fillna('-')
         cells.columns = [f'norm {norm:g}' for norm in cells]
         yield dict(
             title=f'The {name.split(",")[0].lower()} after a shift of the mean, {where}', where='',
@@ -96,8 +114,8 @@ def sentence(runs):
     """The test loss of each method at the largest norm that was added, or '' without such runs."""
     lines = []
     for (size, _, lr), rows in shifted(runs).groupby(SETTING, sort=False):
-        rows = rows[(rows.label != '') & (rows.mu_shift == rows.mu_shift.max())]
-        losses = rows.groupby('label', sort=False).loss.agg(over_seeds, '.2f')
+        rows = rows[(rows.full_name != '') & (rows.mu_shift == rows.mu_shift.max())]
+        losses = rows.groupby('full_name', sort=False).loss.agg(over_seeds, '.2f')
         if len(losses):
             lines.append(f'Test loss of {size}, lr {lr:g}, if a vector of norm {rows.mu_shift.max():g} was '
                          f'added to all output embeddings: {", ".join(map(" ".join, losses.items()))}.')

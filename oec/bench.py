@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 
 import train
-from model import ALL, GPT, METHODS, SIZES, gpt_config, plain_head
+from model import GPT, METHODS, SIZES, gpt_config, plain_head
 from oec.common import UserError, check, number, parse_args, program
 from oec.head import chunked_head, compiled_head
 from oec.machine import default_dtype, set_up_machine
@@ -174,7 +174,6 @@ def main(argv=None):
     add('--micro_batch_size', type=extent, help='sequences in a forward pass; default at most 16')
     add('--vocab_size', type=extent, help='rows of the head; default 50304, for tiny 2048')
     args = parse_args(p, argv)
-    args.deterministic, args.rounded = False, ALL  # for set_up_machine and default_dtype
     args.device = args.device or ('cuda' if torch.cuda.is_available() else 'cpu')
     for name, gpu, cpu in (('sizes', '16M', 'tiny'), ('batch_size', 64, 8), ('block_size', 2048, 128),
                            ('compile', True, False)):
@@ -182,11 +181,11 @@ def main(argv=None):
             setattr(args, name, gpu if args.device == 'cuda' else cpu)
     args.micro_batch_size = args.micro_batch_size or min(16, args.batch_size)
     sizes, methods = args.sizes.split(','), args.methods.split(',')
-    dtypes = (args.dtype or default_dtype(args)).split(',')
+    dtypes = (args.dtype or default_dtype(args.device)).split(',')
     check({*DTYPES} >= {*dtypes}, f'--dtype={args.dtype} should be some of {", ".join(DTYPES)}')
     check(SIZES.keys() >= {*sizes}, f'--sizes={args.sizes} should be some of {", ".join(SIZES)}')
     check(METHODS.keys() >= {*methods}, f'--methods={args.methods} should be some of {", ".join(METHODS)}')
-    device = set_up_machine(args, 0)
+    device = set_up_machine(args.device, 0, args.threads, deterministic=False)
 
     cpu = f'cpu, {torch.get_num_threads()} threads'
     machine = torch.cuda.get_device_name() if args.device == 'cuda' else cpu

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from model import ALL, join_stats
-from oec.common import check, keep_freed_memory
+from oec.common import UserError, check, keep_freed_memory
 
 # Dense BF16 peak in TFLOP/s, from NVIDIA's data sheets (without sparsity); matched as words of a GPU's name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'RTX 4090': 165}
@@ -25,15 +25,48 @@ def processes():
     return rank, local_rank, world_size
 
 
-def set_up_machine(args, local_rank):
+@contextlib.contextmanager
+def together(world_size):
+    """
+    Joins the other processes. A UserError in the block becomes one of all processes, and so does a difference
+    between the dicts that the block fills: else one would stop, or train something else, and the rest wait.
+    """
+    mine, own = {}, None
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group('cpu:gloo,cuda:nccl' if torch.cuda.is_available() else 'gloo')
+    try:
+        yield mine
+    except UserError as error:
+        own = error
+    everyone = gather((own and (str(own), own.status), mine), world_size)
+    if own:
+        raise own
+    for other, _ in everyone:
+        if other:
+            raise UserError(*other)
+    for name in mine:
+        values = list(dict.fromkeys(str(other[name]) for _, other in everyone))
+        check(len(values) == 1, f'the processes differ in {name}: {", ".join(values)}; all of them need the '
+              'same command, and see the same --data and --out')
+
+
+def gather(mine, world_size):
+    """Returns what each process has for `mine`, in the order of their ranks."""
+    everyone = [mine] * world_size
+    if world_size > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def set_up_machine(device, local_rank, threads, deterministic):
     """Sets up the machine and returns the device of this process. Raises UserError if GPUs are lacking."""
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if args.deterministic:
+    if threads:
+        torch.set_num_threads(threads)
+    if deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
     keep_freed_memory()
-    if args.device == 'cpu':
+    if device == 'cpu':
         return torch.device('cpu')
     gpus = torch.cuda.device_count()
     check(gpus >= int(os.environ.get('LOCAL_WORLD_SIZE', '1')), f'--device=cuda: too few GPUs here ({gpus})')
@@ -42,20 +75,17 @@ def set_up_machine(args, local_rank):
     return torch.device('cuda', local_rank)
 
 
-def wrap_in_ddp(gpt, local_rank):
-    """Joins the other processes and returns the model in DDP, which averages the gradients over all."""
-    on_gpu = gpt.E.device.type == 'cuda'
-    dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=gpt.E.device if on_gpu else None)
+def wrap_in_ddp(gpt):
+    """Returns the model in DDP, which averages the gradients over all processes."""
     warnings.simplefilter('ignore', FutureWarning)  # torch 2.13 has a new name for broadcast_buffers
-    return DDP(gpt, device_ids=[local_rank] if on_gpu else None, gradient_as_bucket_view=True,
-               broadcast_buffers=False)
+    return DDP(gpt, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def default_dtype(args):
+def default_dtype(device, rounded=ALL):
     """Returns bfloat16 where the machine has units for it, unless --rounded asks for fp32 products."""
     units = getattr(torch.cpu, 'get_capabilities', dict)()  # older versions of torch lack it
-    has_units = args.device == 'cuda' or units.get('amx_bf16') or units.get('avx512_bf16')
-    return 'bfloat16' if has_units and args.rounded == ALL else 'float32'
+    has_units = device == 'cuda' or units.get('amx_bf16') or units.get('avx512_bf16')
+    return 'bfloat16' if has_units and rounded == ALL else 'float32'
 
 
 def peak_flops(device_name):
@@ -68,8 +98,7 @@ def of_all_processes(stats, stop, world_size):
     """Gathers the statistics of all processes, and the signal, or 0, that asked one of them to stop."""
     if world_size == 1:
         return stats, stop
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, ({name: values.cpu() for name, values in stats.items()}, stop))
+    everyone = gather(({name: values.cpu() for name, values in stats.items()}, stop), world_size)
     return join_stats([stats for stats, _ in everyone]), max(stop for _, stop in everyone)
 
 

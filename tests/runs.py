@@ -82,13 +82,17 @@ def signal_at_step(number, at):
 # -------- several processes
 
 
-def ranks(world, argv, stderr, main=train.main, prepare=None):
-    """Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>."""
+def ranks(world, argv, stderr, main=train.main, prepare=None, nodes=None):
+    """
+    Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>. With
+    `nodes`, the flags that each one adds, they are as on machines of their own.
+    """
     with socket.socket() as s:
         port = next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
     shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
-    return [process(main, argv, stderr=f'{stderr}{rank}', prepare=prepare,
-                    env={**shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank in range(world)]
+    return [process(main, [*argv, *(nodes[rank] if nodes else [])], stderr=f'{stderr}{rank}', prepare=prepare,
+                    env={**shared, 'RANK': str(rank), 'LOCAL_RANK': '0' if nodes else str(rank)})
+            for rank in range(world)]
 
 
 def record(argv):

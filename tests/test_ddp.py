@@ -10,7 +10,7 @@ import train
 from conftest import execute
 from model import GPT, embeddings_to_loss, gpt_config
 from oec import data
-from processes import finish, one_line, process
+from processes import finish, folder_hash, one_line, process
 from runs import SMALL, assert_same, load, log_of, ranks, record, signal_at_step
 
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
@@ -130,3 +130,17 @@ def test_what_all_ranks_see_is_said_once(corpus, tmp_path):
     finish(process(train.main, more, stderr=tmp_path / 'stderr', env=env), 2)
     assert 'too few GPUs' in one_line(tmp_path / 'stderr')
     assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('other, named', [
+    (['--out=ELSE', '--lr=2'], 'lr: 1.0, 2.0'), (['--out=ELSE'], 'step: 5, 0'), (['--data=ELSE'], 'ELSE')])
+def test_processes_that_would_not_do_the_same_all_end_at_once_with_one_line(corpus, tmp_path, other, named):
+    """As on two nodes, where each has a local rank 0: started with other flags, or where one run is done."""
+    flags = [*SMALL, '--steps=5', '--lr=1', f'--data={corpus}', f'--out={tmp_path}/run']
+    assert train.main(flags) == 0
+    before = folder_hash(tmp_path)
+    other = [flag.replace('ELSE', f'{tmp_path}/ELSE') for flag in other]
+    for rank in ranks(2, flags, tmp_path / 'stderr', nodes=[[], other]):
+        finish(rank, 2)
+    assert all(named in one_line(tmp_path / f'stderr{rank}') for rank in (0, 1))
+    assert folder_hash(tmp_path, but=('stderr0', 'stderr1', '.lock')) == before

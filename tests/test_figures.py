@@ -5,31 +5,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import account, paper, plots, theory
-
-
-@pytest.mark.skipif(not account.PUBLISHED.exists(), reason='deleted by this fork')
-def test_what_the_papers_16M_lost_is_in_its_authors_csv():
-    """Against μ-centering at the same learning rate."""
-    runs = pd.read_csv(account.PUBLISHED / 'authors_16M.csv').pivot(index='lr', columns='method')
-    theirs = paper.DRIFT[paper.DRIFT['size'] == '16M'].astype({'lr': float}).set_index('lr')
-    lost = runs.test_loss.baseline - runs.test_loss.mu_centering
-    for name, values in (('excess', lost), ('mu_norm', runs.mu_norm.baseline),
-                         ('logit_mean', runs.logit_mean.baseline)):
-        assert theirs[name].to_dict() == pytest.approx(values.to_dict(), abs=6e-4)
+from analysis import plots, shift, theory
 
 
 @pytest.mark.parametrize('size', ['tiny', '16M'])
 def test_the_figure_of_a_shift_has_the_papers_baselines_and_ours_on_one_plane(size):
     """Ours by the norm that was added, whatever is left of it in the end, and by the mean logit."""
-    rows = pd.DataFrame({'method': 'baseline', 'label': ['baseline'] * 2 + ['baseline in fp32'],
+    published = shift.published_baselines()
+    rows = pd.DataFrame({'method': 'baseline', 'full_name': ['baseline'] * 2 + ['baseline in fp32'],
                          'mu_shift': [300, 1000, 500], 'offset': [90, 800, 60], 'excess': [0.1, 2.0, 0.0]})
-    rows = pd.concat([rows, rows[:2].assign(method='mu_centering', label='μ-centering', excess=0.01)])
-    for ax, ours, theirs in zip(plots.rounding(rows.assign(size=size, mu_norm=7)).axes,
-                                ('mu_shift', 'offset'), ('mu_norm', 'offset'), strict=True):
+    rows = pd.concat([rows, rows[:2].assign(method='mu_centering', full_name='μ-centering', excess=0.01)])
+    rows = rows.assign(size=size, mu_norm=7, lam=math.nan, center_every=math.nan)
+    columns = ('mu_shift', 'mu_norm'), ('offset', 'offset')
+    for ax, (ours, theirs) in zip(plots.rounding(rows).axes, columns, strict=True):
         drawn = {point for line in ax.lines for point in zip(*line.get_data(), strict=True)}
         assert drawn >= {*zip(rows[ours], rows.excess, strict=True)}
-        assert drawn >= {*zip(paper.DRIFT[theirs], paper.DRIFT.excess, strict=True)}
+        assert drawn >= {*zip(published[theirs], published.excess, strict=True)}
 
 
 def test_mu_points_along_the_first_axis_and_h_to_the_side_of_the_second():

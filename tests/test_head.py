@@ -89,6 +89,22 @@ def test_a_head_in_bf16_is_exact_up_to_its_roundings(method, head, monkeypatch):
 
 
 @both_heads
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_the_gradient_of_logits_in_fp32_is_not_rounded(dtype, head):
+    """Whatever the products are in. Those with h and E may be rounded once, beside the digits of fp32."""
+    g, config = generator(0), GPTConfig(dtype=dtype)
+    h, E = (torch.randn(n, 16, generator=g).requires_grad_() for n in (64, 100))
+    targets = torch.randint(100, (64,), generator=g)
+    found = torch.autograd.grad(head(h, E, targets, config)[0], (h, E))
+    h, E = (x.detach().to(getattr(torch, dtype)).double() for x in (h, E))
+    D = (h @ E.T).softmax(dim=1) - F.one_hot(targets, len(E))
+    for gradient, right, bound in zip(found, (D @ E, D.T @ h), (D.abs() @ E.abs(), D.T.abs() @ h.abs()),
+                                      strict=True):
+        once = BF16_UNIT * right.abs() if dtype == 'bfloat16' else 0
+        assert ((gradient - right).abs() <= once + 1e-5 * bound).all()
+
+
+@both_heads
 @pytest.mark.parametrize('dtype, logits_dtype, probability', [
     ('float32', 'float32', 0.142), ('float32', 'bfloat16', 0.091),
     ('bfloat16', 'bfloat16', 0.091), ('bfloat16', 'float32', 0.142)])

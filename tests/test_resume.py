@@ -181,3 +181,29 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, who
         assert folder_hash(tmp_path) == before
     may_change = ('--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0', '--threads=1')
     assert train.main(flags_of(moved, out, *may_change)) == 0
+
+
+def test_what_follows_from_the_machine_stays_when_a_run_goes_on_elsewhere(corpus, tmp_path, monkeypatch):
+    """The same command, begun where there are no units for bf16, resumes where there are, and on a GPU."""
+    flags = [*flags_of(corpus, tmp_path / 'run'), '--steps=8']
+    flags = [flag for flag in flags if 'tokens' not in flag and 'dtype' not in flag]
+    monkeypatch.setattr(train, 'default_dtype', lambda *_: 'float32')
+    stop = functools.partial(signal_at_step, signal.SIGTERM, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'train_step', train.train_step)
+        stop()
+        assert train.main(flags) == 143
+    monkeypatch.setattr(train, 'default_dtype', lambda *_: 'bfloat16')
+    assert train.main(flags) == 0
+    config = load(tmp_path / 'run')['config']
+    assert config['dtype'] == config['logits_dtype'] == 'float32' and config['eval_tokens'] < 20_000
+
+
+def test_settings_are_compared_where_config_json_is_lost_and_a_cut_result_is_not_done(corpus, tmp_path):
+    out = tmp_path / 'run'
+    stop = functools.partial(signal_at_step, signal.SIGTERM, 5)
+    finish(process(train.main, flags_of(corpus, out), prepare=stop), 143)
+    os.unlink(out / 'config.json')
+    refused(lambda: train.main([*flags_of(corpus, out), '--lr=7']), '--lr')
+    (out / 'result.json').write_text('{"method": ')
+    refused(lambda: train.main(flags_of(corpus, out)), 'result.json')

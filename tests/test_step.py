@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import train
-from model import METHODS, GPTConfig, embeddings_to_loss
+from analysis import paper
+from model import METHODS, ON_WEIGHTS, GPTConfig, embeddings_to_loss
 from oec import data
 from oec.common import write_json
-from oec.run_folder import MAY_CHANGE
 from runs import assert_same
 from test_facts import HEAD_MODES, both_heads, close, equations, tiny_gpt, train_steps, weights
 
@@ -46,20 +46,10 @@ def test_dtype_is_what_the_machine_has_units_for_and_only_rounded_changes_it(tmp
         assert on(device, **units) == on(device, '--logits_dtype=bfloat16', **units) == low
         assert on(device, '--logits_dtype=float32', **units) == ('bfloat16', 'float32')
         assert on(device, '--dtype=float32', **units) == fp32
-        assert on(device, '--rounded=none', '--logits_dtype=bfloat16', **units) == emulated
+        assert on(device, '--rounded=none', **units) == emulated
     assert on('cpu', avx512_f=True) == on('cpu', amx_bf16=False) == fp32
     assert on('cpu', '--logits_dtype=bfloat16') == emulated
     assert on('cpu', '--dtype=bfloat16') == low
-
-
-def test_what_a_command_computes_does_not_follow_from_the_device(tmp_path):
-    """So a run may resume on another one. What may change with the device is in MAY_CHANGE, but for dtype."""
-    for size, tokens in (('tiny', (2**14, 2**17)), ('16M', (2**20, 10 * 2**20))):
-        gpu, cpu = (vars(settled(tmp_path, f'--size={size}', f'--device={device}', '--dtype=float32'))
-                    for device in ('cuda', 'cpu'))
-        assert (gpu['eval_tokens'], gpu['test_tokens']) == tokens
-        assert {name for name in gpu if gpu[name] != cpu[name]} <= set(MAY_CHANGE)
-        assert gpu['compile'] and not cpu['compile']
 
 
 def test_batch_order_is_pinned():
@@ -98,7 +88,10 @@ def test_adam_makes_no_step_once_a_gradient_is_not_finite(method, center_every):
             if step >= bad:
                 assert_same(after, before)
                 E = 0.7 * E if method == 'weight_decay' else E
-                close(its_E, E - E.mean(dim=0) if center_every else E, rtol=1e-14, atol=1e-14)
+                E = E - E.mean(dim=0) if center_every else E
+                if method not in ON_WEIGHTS or method in paper.NAMES:  # a fork's may do what it likes to E
+                    close(its_E, E, rtol=1e-14, atol=1e-14)
+                assert torch.isfinite(its_E).all()
             assert step >= bad or not torch.equal(its_E, E)
 
 

@@ -24,7 +24,8 @@ from runs import SMALL, assert_same, load, log_of, result_of, signal_at_step
 LONG = (*SMALL, '--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
         '--eval_every=20', '--ckpt_every=7', '--keep_every=30')
 COLUMNS = '''method size n_params weight_tying lam cap lr seed steps dtype logits_dtype init_loss test_loss
-    diverged diverged_step mu_norm lr_sum train_seconds tokens_per_second device mu_shift rounded'''
+    diverged diverged_step mu_norm lr_sum train_seconds tokens_per_second device mu_shift rounded center_every
+    init_from'''
 
 
 @pytest.fixture
@@ -179,14 +180,16 @@ def test_steps_that_a_device_still_works_on_are_no_part_of_an_evaluation(monkeyp
 
 
 def test_centering_beside_any_method_has_its_name_and_its_steps(trained):
-    for flags, label, centered in (
-            (['--method=z_loss', '--center_every=1'], 'z_loss+center1', [True] * 4),
-            (['--method=baseline', '--center_every=2'], 'baseline+center2', [False, True] * 2),
-            (['--method=mu_centering', '--center_every=10'], 'mu_centering+center10', [False] * 4),
-            (['--method=mu_centering'], 'mu_centering', [True] * 4)):
-        log, args = log_of(trained(label, *flags, '--steps=4')), train.parser().parse_args(flags)
-        assert [e['mu_norm'] < 1e-6 for e in log[1:-1]] == centered
-        assert train.label(args) == label and f'-{label}-l' in train.run_name(args)
+    for flags, every, centered in (
+            (['--method=z_loss', '--center_every=1'], 1, [True] * 4),
+            (['--method=baseline', '--center_every=2'], 2, [False, True] * 2),
+            (['--method=mu_centering', '--center_every=10'], 10, [False] * 4),
+            (['--method=mu_centering'], None, [True] * 4)):
+        out = trained(f'{flags[0]}-{every}', *flags, '--steps=4')
+        assert [e['mu_norm'] < 1e-6 for e in log_of(out)[1:-1]] == centered
+        assert result_of(out)['center_every'] == every
+        name = train.run_name(train.parser().parse_args(flags))
+        assert ('-center' in name) == (every is not None) == (f'-center{every}-' in name)
 
 
 def test_lam_for_a_method_without_one_changes_nothing(trained):
@@ -221,14 +224,17 @@ def test_init_from_with_another_method_needs_its_source_only_to_start(corpus, st
     assert log_of(killed) == log_of(whole) and log_of(whole)[1]['mu_norm'] < 1e-6
 
 
-def test_init_from_a_kept_model_says_that_adam_starts_anew(corpus, whole, stopped, tmp_path, capsys):
-    flags = [*LONG, '--method=coupled_adam', f'--data={corpus}']
-    for source, says in ((f'{whole}/model_30.pt', True), (f'{stopped}/ckpt.pt', False)):
-        assert train.main([*flags, f'--out={tmp_path}/{says}', f'--init_from={source}']) == 0
-        assert bool(re.search("^.*model_30.pt.*Adam's moments", capsys.readouterr().out, re.M)) == says
-    log, other = ({e['step']: e for e in log_of(run) if 'loss' in e} for run in (tmp_path / 'True', whole))
-    assert list(log) == [35, 40, 45, 50, 55, 60] and log[35]['lr'] == other[35]['lr']
-    assert abs(log[35]['loss'] - other[30]['loss']) < 0.5
+def test_init_from_a_kept_model_goes_on_and_a_final_model_says_that_adam_starts_anew(
+        corpus, whole, tmp_path, capsys):
+    kept, longer = str(tmp_path / 'kept'), str(tmp_path / 'longer')
+    flags = [*LONG, f'--data={corpus}', f'--init_from={whole}/model_30.pt', f'--out={kept}']
+    assert train.main(flags) == 0 and "Adam's moments" not in capsys.readouterr().out
+    assert_same(load(kept)['model'], load(whole)['model'])
+    assert result_of(kept)['init_from'] == f'{whole}/model_30.pt' and result_of(whole)['init_from'] is None
+    flags = [*LONG, f'--data={corpus}', f'--init_from={whole}', '--steps=80', f'--out={longer}']
+    assert train.main(flags) == 0
+    assert re.search("^.*model.pt.*Adam's moments|^.*whole.*Adam's moments", capsys.readouterr().out, re.M)
+    assert [e['step'] for e in log_of(longer)] == [60, 65, 70, 75, 80, 80]
 
 
 def test_init_from_what_cannot_work_writes_nothing(corpus, whole, stopped, tmp_path):
@@ -242,7 +248,7 @@ def test_init_from_what_cannot_work_writes_nothing(corpus, whole, stopped, tmp_p
         refused(lambda: train.main([*flags, f'--init_from={source}', more]), named)  # noqa: B023
     assert os.listdir(tmp_path) == ['x.pt']
     run = shutil.copytree(stopped, tmp_path / 'run')  # a model is no checkpoint to resume from
-    shutil.copy(f'{whole}/model_30.pt', run / 'ckpt.pt')
+    shutil.copy(f'{whole}/model.pt', run / 'ckpt.pt')
     before = folder_hash(run)
     refused(lambda: train.main([*LONG, f'--data={corpus}', f'--out={run}']), 'ckpt.pt')
     assert folder_hash(run) == before
