@@ -39,8 +39,8 @@ def test_the_commands_have_flags_that_there_are(readme):
         program = next((word for word in words if word in PARSERS), None)
         if program:
             PARSERS[program]().parse_args(words[words.index(program) + 1:])
-        else:
-            assert all(os.path.exists(os.path.join(ROOT, word)) for word in words if word.endswith('.sh'))
+        for script in re.findall(r'bash (\S+)', command):
+            assert os.path.exists(os.path.join(ROOT, script)), script
 
 
 @pytest.mark.skipif(not account.PUBLISHED.exists(), reason='deleted by this fork')
