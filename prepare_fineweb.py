@@ -7,14 +7,13 @@ standard library, which needs no network and is what the demo and the proxy grid
     python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib
 
-The val shard comes first, then the train shards. Every shard is written whole or not at all, and meta.json
-says how much of the text has been used, so the same command resumes where it was stopped. Of FineWeb and of
-published shards the files that are taken lie evenly spread over the dataset, at the commit in meta.json.
+Every document starts with the end-of-text token. The val shard is written first, every shard whole or not at
+all, and meta.json says how much of the text has been used: the same command resumes where it was stopped. Of
+FineWeb and of published shards the files that are taken lie evenly spread, at the commit in meta.json.
 """
 import argparse
 import collections
 import contextlib
-import datetime
 import functools
 import glob
 import itertools
@@ -22,17 +21,16 @@ import json
 import os
 import re
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from tqdm import tqdm
 
 from oec import sources
 from oec.common import UserError, check, lock_folder, number, parse_args, program, read_json, write_json
 from oec.data import read_shard, write_shard
 
-PRETOKENIZED = 'kjj0/fineweb100B-gpt2'  # GPT-2 tokens of FineWeb in our shard format, 100M in each shard
-NAMES = {'fineweb': 'sample-100BT', 'pretokenized': PRETOKENIZED}  # defaults of --name
+NAMES = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}  # defaults of --name
 
 
 def parser():
@@ -41,7 +39,7 @@ def parser():
     add, shard_size = p.add_argument, number(1, most=2**31 - 1, whole=True)
     add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'],
         help='where the text comes from (default fineweb)')
-    add('--out', default='data/fineweb', help='folder of the shards (default data/fineweb)')
+    add('--out', help='folder of the shards (default data/fineweb; --source=local has none)')
     add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes', 'bpe'],
         help='gpt2: by tiktoken (default); bytes: UTF-8 bytes and an end-of-text token, needs no download; '
              'bpe: byte pairs learned from the text itself, needs none either')
@@ -49,20 +47,17 @@ def parser():
         help='of --tokenizer=bpe, end-of-text and the 256 bytes included (default 1024)')
     add('--tokens', type=number(1, whole=True), default=13_200_000_000,
         help='training tokens to stop at; the paper sees 13.1e9 (default 13.2e9)')
-    add('--val_tokens', type=shard_size, default=10_500_000, help='tokens in the val shard (default 10.5e6)')
+    add('--val_tokens', type=shard_size,
+        help='tokens in the val shard (default 10.5e6; 5%% of a local text that is too short for these)')
     add('--shard_tokens', type=shard_size, default=100_000_000, help='in a train shard (default 1e8, 200 MB)')
     add('--files', help='a quoted glob of .txt, .jsonl or .parquet files (column: text) for --source=local')
     add('--name', help='of FineWeb the config, such as sample-10BT (default sample-100BT); of pretokenized '
-                       f'shards the dataset (default {PRETOKENIZED})')
+                       f'shards the dataset (default {NAMES["pretokenized"]})')
     add('--workers', type=number(1, most=1024, whole=True), default=os.cpu_count() or 1,
         help='tokenizing threads (default: all cores)')
     add('--retry_minutes', type=number(0), default=60,
         help='how long to repeat a download that the network or the hub refuses (default 60)')
     return p
-
-
-# --------------------------------------------------------------------------------------------------
-# tokens: every document starts with the end-of-text token
 
 
 def load_gpt2():
@@ -98,12 +93,13 @@ def encode_bytes(text):
     return np.concatenate([[256], utf8], dtype=np.uint16, casting='unsafe')
 
 
-def learn_bpe(texts, vocab_size, path):
+def learn_bpe(texts, vocab_size):
     """
-    Learns byte pairs (Sennrich et al. 2016, within GPT-2's pieces of the text) from the first 64 million
-    characters and writes them to `path`. Token 0 is the end of text, then come the 256 bytes and the merges.
+    A tokenizer of byte pairs (Sennrich et al. 2016, within GPT-2's pieces of the text), learned from the
+    first 64 million characters. Token 0 is the end of text, then come the 256 bytes and the merges.
     """
-    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
+    print('learning byte pairs', flush=True)
 
     def first(characters):
         while characters > 0 and (text := next(texts, None)) is not None:
@@ -113,16 +109,14 @@ def learn_bpe(texts, vocab_size, path):
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(first(64_000_000), vocab_size, min_frequency=0, show_progress=False,
                                   special_tokens=['<|endoftext|>'])
-    write_json(path, json.loads(tokenizer.to_str()))
+    return Tokenizer.from_str(tokenizer.to_str())
 
 
 def load_bpe(path):
-    """The tokenizer that learn_bpe wrote; raises UserError where it is gone or damaged."""
+    """The tokenizer of a folder of shards; raises UserError where it is gone or damaged."""
     from tokenizers import Tokenizer
     with sources.naming(f'{path}: not a tokenizer, choose another --out'):
-        tokenizer = Tokenizer.from_file(path)
-    tokenizer.encode_special_tokens = True  # an end-of-text that a text spells out is text
-    return tokenizer
+        return Tokenizer.from_file(path)
 
 
 def encode_bpe(tokenizer, text):
@@ -133,24 +127,19 @@ def encode_bpe(tokenizer, text):
 
 def in_batches(texts):
     """Lists of 256 texts, or of fewer where they are long."""
-    batch, size = [], 0
+    batch = []
     for text in texts:
         batch.append(text)
-        size += len(text)
-        if len(batch) == 256 or size > 1_000_000:
+        if len(batch) == 256 or sum(map(len, batch)) > 1_000_000:
             yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+            batch = []
+    yield batch
 
 
 def encode_batch(encode, texts):
     """The tokens of each text. Raises UserError that quotes the one that the tokenizer cannot take."""
-    encoded = []
     try:
-        for text in texts:
-            encoded.append(encode(text))
-        return encoded
+        return [encode(text := each) for each in texts]
     except BaseException as error:  # a panic in a tokenizer's Rust code is no Exception
         raise UserError(f'the text that starts with {text[:60]!r}, {len(text):,} characters, cannot be '
                         f'tokenized: {sources.first_line(error)}') from error
@@ -171,10 +160,6 @@ def encode_all(texts, encode, workers):
             yield from pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# shards
 
 
 def shard_path(args, i):
@@ -218,23 +203,7 @@ def note_shard(args, meta, tokens, **position):
     write_json(os.path.join(args.out, 'meta.json'), meta)
 
 
-def progress(done, total):
-    """Returns report(tokens), to be called after each step, which says every now and then how far we are."""
-    begin = said = time.monotonic()
-    first, pause = done, 10 if sys.stdout.isatty() else 60
-
-    def report(tokens):
-        nonlocal done, said
-        done, now = done + tokens, time.monotonic()
-        if now - said < pause:
-            return
-        said, rate = now, (done - first) / (now - begin)
-        left = datetime.timedelta(seconds=round(max(0, total - done) / rate))
-        print(f'{done:,} of {total:,} tokens, {rate:,.0f} a second, {left} left', flush=True)
-    return report
-
-
-def fetch_shards(files, args, meta, report):
+def fetch_shards(files, args, meta, bar):
     """Downloads published shards one by one until there are --tokens. Finished ones are kept."""
     for path in files[meta['shards']:]:
         if meta['tokens'] >= args.tokens:
@@ -242,64 +211,66 @@ def fetch_shards(files, args, meta, report):
         shard = os.path.join(args.out, os.path.basename(path))
         sources.download(meta['name'], meta['revision'], path, shard)
         tokens = len(read_shard(shard))
-        report(tokens)
+        bar.update(tokens)
         note_shard(args, meta, tokens, taken={**meta['taken'], path: tokens})
     meta['exhausted'] = meta['tokens'] < args.tokens
 
 
-def fill_shards(documents, args, meta, taken, report):
+def read_val(documents, args, shrink):
     """
-    Cuts the tokens of documents, the first of which is number meta['documents'], into the val shard and train
-    shards up to --tokens. After each shard meta.json says where the next one starts; killed in between, the
-    same shard is made again. Raises UserError where the text is too short for a val shard and training.
+    Reads on until there is text enough for --val_tokens and training. Returns all documents and the size of
+    the val shard: with `shrink` at most 5% of a text that is smaller than asked for. UserError if too short.
     """
-    shard, held = None, 0  # the shard in the making and how many of its tokens are there
+    enough = args.val_tokens + (min(19 * args.val_tokens, args.tokens) if shrink else 1)
+    read, n, size = [], 0, args.val_tokens
+    while n < enough and (tokens := next(documents, None)) is not None:
+        read.append(tokens)
+        n += len(tokens)
+    if shrink and n < enough:
+        size = max(1, n // 20)
+        print(f'the text has only {n:,} tokens: --val_tokens={size}, 5% of them')
+    check(n > size, f'the text has only {n:,} tokens, too few for --val_tokens={size} and training')
+    return itertools.chain(read, documents), size
+
+
+def fill_shards(documents, args, meta, taken, bar):
+    """
+    Cuts the tokens of documents, from number meta['documents'] on, into the val shard and train shards up to
+    --tokens. After each, meta.json says where the next one starts. UserError where no documents are left.
+    """
     document, within = meta['documents'], meta['within_document']  # the next one, and its tokens in a shard
-
-    def finish_shard(document, within):
-        write_shard(shard_path(args, meta['shards']), shard[:held])
-        position = {'documents': document, 'within_document': within}
-        if 'taken' in meta:  # not the files of which only later shards take something
-            position['taken'] = {path: i for path, i in taken.items() if i < document + (within > 0)}
-        note_shard(args, meta, held, **position)
-
-    for tokens in documents:
-        while within < len(tokens):
-            if not held:
-                left = args.tokens - meta['tokens']
-                wanted = min(args.shard_tokens, left) if meta['shards'] else args.val_tokens
-                if wanted <= 0:
-                    return
-                shard = np.empty(wanted, np.uint16)
-            part = tokens[within:within + len(shard) - held]
+    tokens = next(documents, None)
+    check(tokens is not None or meta.get('exhausted'),
+          f'{args.out}/meta.json: the text has less than {document:,} documents; choose another --out')
+    while tokens is not None and meta['tokens'] < args.tokens:
+        size = min(args.shard_tokens, args.tokens - meta['tokens']) if meta['shards'] else args.val_tokens
+        shard, held = np.empty(size, np.uint16), 0
+        while tokens is not None and held < size:
+            part = tokens[within:within + size - held]
             shard[held:held + len(part)] = part
             held, within = held + len(part), within + len(part)
-            report(len(part))
-            if held == len(shard):
-                ended = within == len(tokens)  # the next shard begins with the next document
-                finish_shard(document + ended, 0 if ended else within)
-                held = 0
-        document, within = document + 1, 0
-
-    # the text ended before --tokens
-    check(meta['shards'], f'the text has only {held:,} tokens, too few for --val_tokens={args.val_tokens}')
-    if held:
-        finish_shard(document, 0)
-    check(meta['tokens'], f'the val shard has all {meta["val_tokens"]:,} tokens, none are left to train on; '
-          'lower --val_tokens')
-    meta['exhausted'] = True
+            bar.update(len(part))
+            if within == len(tokens):
+                document, within, tokens = document + 1, 0, next(documents, None)
+        write_shard(shard_path(args, meta['shards']), shard[:held])
+        begun = {path: i for path, i in taken.items() if i < document + (within > 0)}  # none read ahead
+        note_shard(args, meta, held, documents=document, within_document=within, taken=begun,
+                   exhausted=tokens is None)
 
 
 def main(argv=None):
     args = parse_args(parser(), argv)
-    hub = args.source in NAMES
-    check((args.files is not None) == (args.source == 'local'),
-          '--source=local needs --files="GLOB", and --files needs --source=local')
-    check(args.name is None or hub, f'--name={args.name} needs --source=fineweb or pretokenized')
+    hub, local = args.source in NAMES, args.source == 'local'
+    check((args.files is not None) == local and (args.out or not local),
+          '--source=local needs --files="GLOB" and --out=FOLDER, and --files needs --source=local')
+    check(args.name is None or (hub and args.name),
+          f'--name={args.name}: should be a config of --source=fineweb or a dataset of --source=pretokenized')
     check(args.vocab_size is None or args.tokenizer == 'bpe',
           f'--vocab_size={args.vocab_size} needs --tokenizer=bpe')
     check(args.source != 'pretokenized' or args.tokenizer == 'gpt2',
           '--source=pretokenized has GPT-2 tokens: leave out --tokenizer')
+    args.out = 'data/fineweb' if args.out is None else args.out
+    shrink, args.val_tokens = local and not args.val_tokens, args.val_tokens or 10_500_000
 
     # what the shards depend on; the same command finds it in meta.json and resumes
     vocab_size = {'gpt2': 50257, 'bytes': 257, 'bpe': args.vocab_size or 1024}[args.tokenizer]
@@ -311,44 +282,52 @@ def main(argv=None):
     if hub:  # the commit, and of its files those that were taken, with their first document or their tokens
         fresh.update(revision='', taken={})
     found = stored_meta(args, settings, fresh)
-    if (found['complete'] and found['tokens'] >= args.tokens) or found.get('exhausted'):
+    if found['complete'] and (found['tokens'] >= args.tokens or found.get('exhausted')):
         print(f'{args.out} is done: {found["tokens"]:,} training tokens in {found["shards"]} shards'
               + (', all that the text has' if found.get('exhausted') else ''))
         return
 
-    # what cannot be read or downloaded is found before a folder is made
     meta, taken = dict(found), {}
+    meta_path, bpe_path = (os.path.join(args.out, name) for name in ('meta.json', 'tokenizer.json'))
     if hub:
         repository = sources.FINEWEB if args.source == 'fineweb' else settings['name']
         print(f'asking the Hugging Face hub for {repository}; without a network use --source=stdlib '
               '--tokenizer=bytes', flush=True)
-        sources.retry_requests(args.retry_minutes)
+        api = sources.patient_hub(args.retry_minutes)
         with sources.naming(repository):
-            meta['revision'] = sources.find_commit(repository, meta['revision'] or 'main')
-            if args.source == 'pretokenized':
-                files = sources.published_shards(repository, meta['revision'])
-    if args.source != 'pretokenized':
-        texts = sources.read_texts(args, meta, taken)
-        texts = itertools.chain(list(itertools.islice(texts, 256)), texts)
-        encode = functools.partial(encode_gpt2, load_gpt2()) if args.tokenizer == 'gpt2' else encode_bytes
+            meta['revision'] = api.dataset_info(repository, revision=meta['revision'] or 'main').sha
 
-    meta_path, tokenizer_path = (os.path.join(args.out, name) for name in ('meta.json', 'tokenizer.json'))
-    with lock_folder(args.out):
+    with contextlib.ExitStack() as stack:
+        # what cannot be read or tokenized, or is too short, is found before a folder is made
+        if args.source == 'pretokenized':
+            files = sources.published_shards(api, repository, meta['revision'])
+        else:
+            encode = encode_bytes
+            if args.tokenizer == 'gpt2':
+                encode = functools.partial(encode_gpt2, load_gpt2())
+            elif args.tokenizer == 'bpe':
+                tokenizer = (load_bpe(bpe_path) if meta['shards'] else
+                             learn_bpe(sources.read_texts(args, meta, {}), vocab_size))
+                tokenizer.encode_special_tokens = True  # an end-of-text that a text spells out is text
+                encode = functools.partial(encode_bpe, tokenizer)
+            documents = encode_all(sources.read_texts(args, meta, taken), encode, args.workers)
+            stack.enter_context(contextlib.closing(documents))
+            if not meta['shards']:
+                documents, args.val_tokens = read_val(documents, args, shrink)
+        stack.enter_context(lock_folder(args.out))
         check(stored_meta(args, settings, fresh) == found,
               f'{args.out}: another process has just worked there; start again', status=3)
+        if args.tokenizer == 'bpe' and not meta['shards']:
+            write_json(bpe_path, json.loads(tokenizer.to_str()))
         meta.update(complete=False, requested_tokens=max(args.tokens, meta['tokens']))
         write_json(meta_path, meta)
-        report = progress(meta['tokens'] + meta['val_tokens'], args.tokens + args.val_tokens)
+        bar = stack.enter_context(tqdm(
+            total=args.tokens + args.val_tokens, initial=meta['tokens'] + meta['val_tokens'], unit=' tokens',
+            unit_scale=True, mininterval=10, file=sys.stdout))
         if args.source == 'pretokenized':
-            fetch_shards(files, args, meta, report)
+            fetch_shards(files, args, meta, bar)
         else:
-            if args.tokenizer == 'bpe' and not meta['shards']:
-                print('learning byte pairs', flush=True)
-                learn_bpe(sources.read_texts(args, meta, {}), vocab_size, tokenizer_path)
-            if args.tokenizer == 'bpe':
-                encode = functools.partial(encode_bpe, load_bpe(tokenizer_path))
-            with contextlib.closing(encode_all(texts, encode, args.workers)) as documents:
-                fill_shards(documents, args, meta, taken, report)
+            fill_shards(documents, args, meta, taken, bar)
         write_json(meta_path, {**meta, 'complete': True})
     if meta.get('exhausted'):
         print(f'the text has ended before --tokens={args.tokens:,}')

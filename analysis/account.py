@@ -10,16 +10,16 @@ import itertools
 import re
 from pathlib import Path
 
-from analysis import csv_files, shift, tables
-from model import ALL, SUBSETS
+from analysis import csv_files, shift
+from analysis.tables import SYMBOLS, lrs_rows
+from model import ALL, SIZES, SUBSETS
 from oec.common import check, program, write_atomic
 
 HERE = Path(__file__).resolve().parent.parent
 PUBLISHED = HERE / 'results' / 'published_here'
 ROUNDED = {some: f', {some.replace(",", " and ")} alone' for some in SUBSETS} | {'none': ' in fp32', ALL: ''}
-WORDS = {'size': '{}', 'lr': 'lr {}', 'mu_shift': 'norm {:,}', 'step': 'steps {0[0]:,} to {0[1]:,}'}
-HEADERS = tables.SYMBOLS | {'lrs': 'LRS', 'excess': 'loss lost', 'rounding_loss': 'rounding loss',
-                            'noise': 'lost / noise'}
+WORDS = {'lr': 'lr {}', 'size': '{}', 'mu_shift': 'norm {:,}', 'step': 'steps {0[0]:,} to {0[1]:,}'}
+HEADERS = SYMBOLS | {'excess': 'loss lost', 'rounding_loss': 'rounding loss', 'noise': 'lost / noise'}
 WHOLE = ',.0f'  # the format of numbers that are shown without their seeds
 
 
@@ -46,14 +46,16 @@ BOTH, OURS = ('baseline', 'μ-centering'), ('zero-sum', 'centered head')
 PARTS = 'baseline in fp32', 'baseline, operands alone', 'baseline, logits alone', 'baseline, gradient alone'
 NATURAL = 'natural_bf16/curves', 'baseline', 'baseline in fp32', 'zero-sum', 'μ-centering'
 LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 80, 187, 331, 1000)
-TABLES = {  # file -> name -> (lines, columns)
+TABLES = {
     'README.md': {
-        'authors_lrs': (lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
-                        columns('.3f', 'lrs', size=('16M', '29M', '57M', '109M', '221M'))),
-        'shift_16M': (lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping',
-                            'μ-loss', 'μ-centering', *OURS),
-                      columns('.2f', 'loss', mu_shift=NORMS))},
+        'authors_lrs': (
+            lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
+            [(size, 'lrs_n1', '.3f', {'size': size}) for size in SIZES if size != 'tiny']),
+        'shift_16M': (lines('shift_16M/results', *BOTH), columns('.2f', 'loss', mu_shift=(0, 187, 331)))},
     'results/published_here/README.md': {
+        'methods_16M': (
+            lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping', 'μ-loss',
+                  'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
         'baseline_16M': (
             lines('shift_16M/results', 'baseline', mu_shift=NORMS),
             columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
@@ -61,36 +63,40 @@ TABLES = {  # file -> name -> (lines, columns)
             lines('shift/results', *PARTS, 'baseline', *OURS, 'z-loss', 'z-loss in fp32'),
             columns('.3f', 'loss', mu_shift=(300, 1000)) + columns(WHOLE, 'offset', mu_shift=(300, 1000))),
         'push': (
-            lines('push/curves', *PARTS, *OURS, mu_shift=[187]) +
-            lines('push/curves', *BOTH, mu_shift=[187, 100, 57, 0]),
+            lines('push/curves', *PARTS, *OURS, mu_shift=(187,)) +
+            lines('push/curves', *BOTH, mu_shift=(187, 100, 57, 0)),
             columns(WHOLE, 'logit_mean', step=[(1, 50)]) +
             columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) +
             [('test loss', 'test_loss', '.2f', {'csv': 'push/results'})]),
-        'numerics': (lines('real_bf16', *BOTH) + lines('emulated_bf16', *BOTH, whose='emulated: '),
-                     columns('.3f', 'test_loss', mu_shift=(0, 300, 1000))),
-        'comes_back': (lines(*NATURAL, mu_shift=[57]),
-                       columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (401, 500), (7901, 8000)]) +
-                       columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
+        'numerics': (
+            lines('real_bf16', *BOTH) + lines('emulated_bf16', *BOTH, whose='emulated: '),
+            columns('.3f', 'test_loss', mu_shift=(0, 300, 1000))),
+        'comes_back': (
+            lines(*NATURAL, mu_shift=[57]),
+            columns('.1f', 'logit_mean', step=[(1, 50), (101, 150), (401, 500), (7901, 8000)]) +
+            columns('.1f', 'mu_norm', step=[(401, 500), (7901, 8000)]) +
+            columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
         'drift': (
-            lines('../authors/results', 'baseline', whose="the paper's: ", size=['16M'], lr=LRS) +
+            lines('../authors/results', 'baseline', whose="the paper's ", size=['16M'], lr=LRS) +
             lines('proxy/results', *BOTH, whose='ours: ', lr=LRS) +
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
             columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
-        'large_batches': (lines(*NATURAL, mu_shift=[0]),
-                          columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (901, 1000)]) +
-                          columns('.3f', 'loss', step=[(201, 250), (901, 1000)]))}}
+        'large_batches': (
+            lines(*NATURAL, mu_shift=[0]),
+            columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (901, 1000)]) +
+            columns('.3f', 'loss', step=[(201, 250), (901, 1000)]))}}
 
 
 @functools.cache
 def read(csv):
     """The rows of a csv file, with a label such as "z-loss" or "baseline, logits alone"."""
-    runs, curves, *_ = csv_files.read(PUBLISHED / f'{re.sub("curves|lrs", "results", csv)}.csv')
+    runs, curves, *_ = csv_files.read(PUBLISHED / f'{re.sub("(curves|lrs)$", "results", csv)}.csv')
+    if csv.endswith('lrs'):
+        return lrs_rows(runs)[0].assign(seed=1).rename(columns={'variant': 'label'})
     rows = curves if csv.endswith('curves') else shift.shifted(runs) if runs.mu_shift.any() else runs
     if 'excess' in rows:
         rows['noise'] = (rows.excess / shift.rounding_noise(rows.offset)).where(rows.offset >= 256)
-    if csv.endswith('lrs'):
-        rows = tables.lrs_rows(runs)[0].assign(seed=0, rounded=ALL)
-    return rows.assign(label=rows.variant + rows.rounded.map(ROUNDED))
+    return rows.assign(label=rows.method.map(csv_files.variant) + rows.rounded.map(ROUNDED))
 
 
 def cell(column, form, csv, **where):
@@ -114,11 +120,12 @@ def table(lines, columns):
 
 def filled(readme):
     """The text of one of the two files with its tables made anew. UserError if they are not all there."""
-    text, mine = (HERE / readme).read_text(encoding='utf-8'), TABLES[readme]
-    block = r'<!-- table: (\w+) -->\n[^<]*<!-- end -->'
-    check(sorted(re.findall(block, text)) == sorted(mine), f'{readme} should have each table of TABLES in '
-          f'analysis/account.py once between <!-- table: NAME --> and <!-- end -->: {", ".join(mine)}')
-    return re.sub(block, lambda name: f'<!-- table: {name[1]} -->\n{table(*mine[name[1]])}<!-- end -->', text)
+    text, tables = (HERE / readme).read_text(encoding='utf-8'), TABLES[readme]
+    block = r'(<!-- table: (\w+) -->\n)[^<]*(<!-- end -->)'
+    there = [name for _, name, _ in re.findall(block, text)]
+    check(sorted(there) == sorted(tables), f'{readme} has {there} between <!-- table: NAME --> and <!-- end '
+          f'-->, and should have {list(tables)}, the TABLES of analysis/account.py')
+    return re.sub(block, lambda found: found[1] + table(*tables[found[2]]) + found[3], text)
 
 
 def main(argv):

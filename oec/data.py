@@ -5,13 +5,14 @@ A shard is the .bin format of llm.c and modded-nanogpt: 256 little-endian int32 
 tokens, zeros), then the tokens as uint16. A folder holds NAME_train_%06d.bin and NAME_val_%06d.bin, and
 meta.json if prepare_fineweb.py made it.
 
-A training batch is a pure function of (seed, step). Windows of block_size tokens and the next one are cut
-from the shards side by side; each epoch visits every window once, in an order drawn from (seed, epoch).
-Nothing depends on the number of processes or the micro-batch, and a resumed run needs only its step.
+A training batch is a pure function of (seed, step), whatever the processes and the micro-batch. Windows of
+block_size tokens and the next one are cut from the shards side by side; each epoch visits every window once,
+in an order drawn from (seed, epoch), and the next begins without a gap.
 """
 import functools
 import glob
 import hashlib
+import mmap
 import os
 
 import numpy as np
@@ -84,8 +85,11 @@ class Windows:
         """Numbers (n,) of windows, counted through all shards -> their tokens (n, block_size + 1) int64."""
         which = np.searchsorted(self.ends, numbers, side='right')
         starts = (numbers - np.concatenate(([0], self.ends))[which]) * self.block_size
-        return np.stack([self.tokens(i, start, start + self.block_size + 1)
-                         for i, start in zip(which, starts, strict=True)]).astype(np.int64)
+        where, length = list(zip(which, starts.tolist(), strict=True)), self.block_size + 1
+        for i, start in where:  # the disk is asked for all of them at once, and not for megabytes around each
+            page, within = divmod(4 * HEADER + 2 * start, mmap.PAGESIZE)
+            self.shards[i]._mmap.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, within + 2 * length)
+        return np.stack([self.tokens(i, start, start + length) for i, start in where]).astype(np.int64)
 
 
 def fingerprint(shards):
@@ -103,10 +107,7 @@ def epoch_order(seed, epoch, n_windows):
 
 
 def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
-    """
-    The windows (batch_size / world_size,) that `rank` reads of the global batch of `step`. Epochs follow each
-    other without a gap, and each visits every window once.
-    """
+    """The windows (batch_size / world_size,) that `rank` reads of the global batch of `step`."""
     share = batch_size // world_size
     first = step * batch_size + rank * share
     epochs, within = np.divmod(np.arange(first, first + share), n_windows)

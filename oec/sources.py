@@ -1,6 +1,6 @@
 """
-Where prepare_fineweb.py gets its texts: FineWeb, local files, or Python's standard library. Files of the
-Hugging Face hub are read as they were at one commit.
+Where prepare_fineweb.py gets its texts: FineWeb, local files, or Python's standard library. Each yields them
+in an order that is always the same, the Hugging Face hub's as they were at one commit.
 
 `datasets` says of which files a config consists, and the hub's own client opens them. Their rows are read
 here, by pyarrow without threads: those with which `datasets` streams them abort Python at its exit.
@@ -8,6 +8,7 @@ here, by pyarrow without threads: those with which `datasets` streams them abort
 import contextlib
 import difflib
 import fnmatch
+import functools
 import glob
 import hashlib
 import itertools
@@ -43,17 +44,25 @@ def naming(what):
         raise UserError(f'{name}: {first_line(error)}') from error
 
 
-# --------------------------------------------------------------------------------------------------
-# the hub
+def check_answer(request, response):
+    """Raises ValueError where a proxy answers with a page of its own, or with other bytes of a file."""
+    if '/api/' in str(request.url):
+        response.json()
+    elif part := request.headers.get('Range'):
+        first, last = map(int, part.removeprefix('bytes=').split('-'))
+        given, size = response.headers.get('Content-Range', 'bytes'), len(response.content)
+        if not given.startswith(f'bytes {first}-{last}/') or size != last + 1 - first:
+            raise ValueError(f'{size} bytes, as {given}, instead of {first}-{last}')
 
 
-def retry_requests(minutes):
+def patient_hub(minutes):
     """
-    From now on the hub's client repeats a request for a dataset, with a line that says so, after any lost
-    connection, timeout, status 408, 429 or 5xx, or other part of a file than was asked for. Once `minutes`
-    have passed since the first try it raises UserError.
+    The hub's HfApi, whose client repeats a request for a dataset, with a line that says so, after any lost
+    connection, timeout, status 408, 429 or 5xx, or wrong answer. UserError once it has tried for `minutes`.
     """
-    from huggingface_hub import constants, errors, get_session
+    with naming('HF_... of the environment'):
+        from huggingface_hub import constants
+    from huggingface_hub import HfApi, errors, get_session
     client, hub = get_session(), constants.ENDPOINT
     send = type(client).send  # of the class: a second call must not repeat the repetitions
     timeout = dict.fromkeys(('connect', 'read', 'write', 'pool'), constants.HF_HUB_DOWNLOAD_TIMEOUT)
@@ -62,17 +71,16 @@ def retry_requests(minutes):
         request.extensions['timeout'] = timeout  # the client sends some without any, which may wait for ever
         if not str(request.url).startswith((f'{hub}/datasets/', f'{hub}/api/datasets/')):
             return send(client, request, **options)  # user statistics and the like: nothing depends on them
-        url, part = str(request.url).partition('?')[0], request.headers.get('Range', '').replace('=', ' ')
-        begin, pause = time.monotonic(), PAUSE
+        url, begin, pause = str(request.url).partition('?')[0], time.monotonic(), PAUSE
         while True:
             try:
                 response = send(client, request, **options)
                 status, asked = response.status_code, response.headers.get('Retry-After', '')
-                reason, given = f'HTTP {status}', response.headers.get('Content-Range', '').partition('/')[0]
-                if status < 300 and given != part:  # some proxies send the whole file
-                    reason += f' with {given or "all bytes"} instead of {part}'
-                elif status < 500 and status not in (408, 429):
+                if status < 300:
+                    check_answer(request, response)
+                if status < 500 and status not in (408, 429):
                     return response
+                reason = f'HTTP {status}'
             except errors.OfflineModeIsEnabled:
                 raise
             except Exception as error:  # the client's versions differ in what they raise
@@ -80,18 +88,13 @@ def retry_requests(minutes):
             left = begin + 60 * minutes - time.monotonic()
             check(left > 0, f'{url}: {reason}; gave up after --retry_minutes={minutes:g}; the same command '
                   'resumes', status=1)
-            wait = min(max(pause, float(asked) if asked.isdigit() else 0), left)
+            wait = min(max(pause, float(asked) if asked.isdecimal() else 0), left)
             print(f'{url}: {reason}; trying again in {wait:.0f} s', flush=True)
             time.sleep(wait)
             pause = min(2 * pause, 60)
 
     client.send = send_patiently
-
-
-def find_commit(repository, revision):
-    """The commit (40 hexadecimal digits) of a branch such as main, or the commit itself if it is there."""
-    from huggingface_hub import HfApi
-    return HfApi().dataset_info(repository, revision=revision).sha
+    return HfApi()
 
 
 def open_file(repository, commit, path):
@@ -106,18 +109,19 @@ def config_files(repository, commit, config):
     from huggingface_hub import DatasetCard
     with open_file(repository, commit, 'README.md') as file:
         configs = DatasetCard(file.read(file.size).decode()).data.configs or []
-    patterns = {entry['config_name']: entry['data_files'] for entry in configs}
-    close = difflib.get_close_matches(config, patterns, 3) or sorted(patterns)[-3:]
-    check(config in patterns, f'--name={config}: {repository} has no such config; try {", ".join(close)}')
+    patterns = {entry['config_name']: splits['train'] for entry in configs
+                if 'train' in (splits := sanitize_patterns(entry.get('data_files') or {}))}
+    close = ', '.join(difflib.get_close_matches(config, patterns, 3) or sorted(patterns)[-3:])
+    check(config in patterns, f'--name={config}: {repository} has no such config to train on; try {close}')
     root = f'hf://datasets/{repository}@{commit}/'
-    return sorted({file.removeprefix(root) for pattern in sanitize_patterns(patterns[config])['train']
+    return sorted({file.removeprefix(root) for pattern in patterns[config]
                    for file in resolve_pattern(pattern, root)})
 
 
-def published_shards(repository, commit):
+def published_shards(api, repository, commit):
     """The val shard and the train shards of a dataset, these spread. UserError where it has none."""
-    from huggingface_hub import HfApi
-    files = sorted(HfApi().list_repo_files(repository, repo_type='dataset', revision=commit))
+    with naming(repository):
+        files = sorted(api.list_repo_files(repository, repo_type='dataset', revision=commit))
     val, train = (fnmatch.filter(files, f'*_{split}_*.bin') for split in ('val', 'train'))
     check(val and train, f'--name={repository}: this dataset has no shards such as fineweb_train_000001.bin')
     return val[:1] + spread(train)
@@ -127,8 +131,7 @@ def download(repository, commit, path, target):
     """Writes a file of a dataset to `target`, whole or not at all."""
     def blocks():
         with naming(path), open_file(repository, commit, path) as file:
-            while block := file.read(BLOCK):
-                yield block
+            yield from iter(functools.partial(file.read, BLOCK), b'')
     write_atomic(target, lambda file: file.writelines(blocks()))
 
 
@@ -140,10 +143,6 @@ def spread(items):
     return [items[i] for i in sorted(range(len(items)), key=lambda i: i * (5**0.5 - 1) / 2 % 1)]
 
 
-# --------------------------------------------------------------------------------------------------
-# documents: each source yields texts, in an order that is always the same
-
-
 def stdlib_texts():
     """The .py files of the standard library, shuffled by a hash so that val and train are alike."""
     root = sysconfig.get_paths()['stdlib']
@@ -153,13 +152,12 @@ def stdlib_texts():
         paths += [os.path.relpath(os.path.join(folder, f), root) for f in files if f.endswith('.py')]
     for path in sorted(paths, key=lambda path: hashlib.sha256(path.encode()).digest()):
         with open(os.path.join(root, path), encoding='utf-8', errors='replace') as file:
-            text = file.read()
-        if text:
-            yield text
+            if text := file.read():
+                yield text
 
 
 def parquet_rows(file, skip=0):
-    """The text column of an open parquet file from row `skip` on. Row groups before that are not read."""
+    """The text column of a parquet file from row `skip` on. Row groups before that are not read."""
     import pyarrow.parquet
     parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
     columns = parquet.schema_arrow.names
@@ -167,19 +165,18 @@ def parquet_rows(file, skip=0):
         raise ValueError(f'there is no text column among {", ".join(columns)}')
     for group in range(parquet.num_row_groups):
         rows = parquet.metadata.row_group(group).num_rows
-        if skip >= rows:
+        if skip < rows:
+            for batch in parquet.iter_batches(256, row_groups=[group], columns=['text'], use_threads=False):
+                yield from batch.column(0).to_pylist()[skip:]
+                skip = max(0, skip - len(batch))
+        else:
             skip -= rows
-            continue
-        for batch in parquet.iter_batches(256, row_groups=[group], columns=['text'], use_threads=False):
-            yield from batch.column(0).to_pylist()[skip:]
-            skip = max(0, skip - len(batch))
 
 
 def file_rows(path):
     """What the rows of a local file have as text, None where they have none; a .txt file is one row."""
     if path.endswith('.parquet'):
-        with open(path, 'rb') as file:
-            yield from parquet_rows(file)
+        yield from parquet_rows(path)
     elif path.endswith('.jsonl'):
         check(os.path.getsize(path), f'{path}: the file is empty')
         with open(path, encoding='utf-8-sig') as file:
@@ -204,9 +201,9 @@ def check_rows(rows, path, row=0):
 def local_texts(pattern):
     """The texts of the files that match a glob, sorted by their names."""
     paths = sorted(glob.glob(pattern))
-    endings = ' '.join(sorted({os.path.splitext(path)[1] for path in paths}))
+    endings = ' '.join(sorted({os.path.splitext(path)[1] or path for path in paths}))
     check(endings in ('.txt', '.jsonl', '.parquet'), f'--files={pattern}: should match files of one kind, '
-          f'.txt, .jsonl or .parquet, matches {endings or "none; quote the glob"}')
+          f'.txt, .jsonl or .parquet, matches {endings or "none; it may hold *, ? and [], no braces"}')
     for path in paths:
         yield from check_rows(file_rows(path), path)
 

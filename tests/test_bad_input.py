@@ -62,6 +62,9 @@ FLAGS = {'train': '''
     ''', 'prepare': '''
     --source=local -> --files
     --source=local --files= -> --files
+    --source=local --files=x --out= -> --out
+    --source=local --tokenizer=bytes --files={bad}/*.{txt,jsonl} -> none, braces
+    --name= -> --name=
     --source=stdlib --files=x -> --files
     --source=stdlib --name=x -> --name
     --source=pretokenized --tokenizer=bytes -> --tokenizer

@@ -27,7 +27,7 @@ def main(argv):
     os.makedirs(out, exist_ok=True)
     with common.lock_folder(out):
         if os.path.exists(out + '/result.json'):
-            return 0
+            return common.check(common.read_json(out + '/result.json')['argv'] == argv, 'other settings')
         stop, (name, status, says) = [], (content('broken') or ' 0 ').split(' ', 2)
         signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
         with open({folder!r} + '/started', 'a') as file:
@@ -40,7 +40,7 @@ def main(argv):
             time.sleep(0.3)  # saving takes its time
             print('stopped by a signal')
             return 143
-        common.write_json(out + '/result.json', {{}})
+        common.write_json(out + '/result.json', {{'argv': argv}})
 
 common.program(main)
 '''
@@ -51,16 +51,17 @@ class Sweep:
 
     def __init__(self, folder):
         self.cwd, self.started, self.hold = links(str(folder / 'links')), folder / 'started', folder / 'hold'
-        self.out, self.bin, plans = folder / 'o $(touch pwned) ut', folder / 'bin', folder.parent / 'plans'
+        self.out, self.bin, plans = folder / 'o$(touch${IFS}pwned)ut', folder / 'bin', folder.parent / 'plans'
         self.bin.mkdir()
         plans.mkdir(exist_ok=True)
         (folder / 'fake.py').write_text(FAKE_TRAIN.format(root=ROOT, folder=str(folder)))
         # the names of a plan, which take Python seconds because it imports torch, are kept for all sweeps
         self.program('python', f'''case $1 in
             train.py) shift; exec {sys.executable} {folder}/fake.py "$@" ;;
-            -c) flags=$(cat) plan={plans}/$(echo "$flags" | sed 's/ --data=[^ ]*//' | cksum | tr ' ' -)
-               [ -f "$plan" ] || {{ echo "$flags" | {sys.executable} "$@" >$plan.$$ && mv $plan.$$ $plan; }}
-               cat "$plan" ;;
+            analyze.py) [ ! -e {folder}/analysis ] || {{ echo $$ >{folder}/analysis; exec sleep 60; }} ;;
+            -c) runs=$(sed 's/ --data=[^ ]*//') plan={plans}/$(echo "$runs" | cksum | tr ' ' -)
+               [ -f "$plan" ] || {{ echo "$runs" | {sys.executable} -c "$2" . >$plan.$$; mv $plan.$$ $plan; }}
+               sed "s|--out=.|--data={folder} --out=$3|" "$plan" ;;
             esac''')
         self.env = {**ENV, 'PATH': f'{self.bin}{os.pathsep}{ENV["PATH"]}', 'OUT': str(self.out), 'JOBS': '2',
                     'DATA': str(folder), 'METHODS': 'baseline mu_centering', 'LRS': '1e-4 3e-4 1e-3 1e-2 0.1'}
@@ -121,8 +122,10 @@ def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
     assert len(runs['paper']) == 6 * 7 * 5 * 2  # the paper's grid
     assert {args.lam for args in runs['paper']} == {None}  # the method's own
     assert {args.lam for args in runs['ablation']} == {1e-7, 1e-4, 1e-1, 1e2}
-    shared = execute('bash', 'sweep.sh', cwd=folder, DRY_RUN='1', JOBS='2', CUDA_VISIBLE_DEVICES='0,1,2,3')
+    shared = execute('bash', 'sweep.sh', cwd=folder, DRY_RUN='1', JOBS='2', CUDA_VISIBLE_DEVICES='0,1,2,3',
+                     FLAGS='--center_every=1  --beta2=0.99')
     assert shared.stdout.startswith('torchrun --standalone --nproc_per_node=2 ')
+    assert shared.stdout.count(' --center_every=1 --beta2=0.99 --out=out/paper/') == 420
     assert os.listdir(tmp_path) == ['checkout'] and not os.path.exists(os.path.join(folder, 'out'))
 
 
@@ -187,7 +190,8 @@ def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
         shown = status if nproc == '1' else 1
         assert re.search(rf'^\[.*{broken}: status {shown}, error: {says}$', out, re.MULTILINE)
         failed = [path.name for path in fake.out.glob('logs/*.failed')]
-        assert failed == [f'{broken}.failed'][:status < 3] == re.findall(r'\S+\.failed', error)
+        assert failed == [f'{broken}.failed'][:status < 3]
+        assert error.splitlines()[1:] == [f'{fake.out}/{broken}: error: {says}'][:status < 3]
     plan = (fake.out / 'logs' / 'plan').read_text().split()
     assert len(plan) == 10 and set(plan) == set(fake.starts())
     (tmp_path / 'broken').unlink()
@@ -196,8 +200,36 @@ def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
     assert not list(fake.out.glob('logs/*.failed')) and len(fake.done()) == 10
 
 
-def test_the_time_left_is_that_of_the_runs_left(fake, tmp_path):
-    """By a clock on which each run takes ten minutes."""
-    fake.program('date', f'echo . >>{tmp_path}/clock; echo $(($(wc -l <{tmp_path}/clock) * 600))')
-    left = re.findall(r'^\[([0-9]+)/10, about ([0-9]+) min left', fake.run(JOBS='1')[0], re.MULTILINE)
-    assert left == [(str(i), str(100 - 10 * i)) for i in range(1, 11)]
+def test_a_run_that_is_done_with_other_settings_is_named_and_left_alone(fake):
+    """It is done by a line of DRY_RUN=1, as in a SLURM array."""
+    one, run = dict(METHODS='baseline', LRS='1e-2'), fake.out / 'tiny-untied-baseline-lr0.01-s1'
+    task = dict(cwd=fake.cwd, env={**fake.env, 'LINE': fake.run(DRY_RUN='1', **one)[0]})
+    subprocess.run(['sh', '-c', '$(echo "$LINE")'], check=True, **task)
+    before = folder_hash(run)
+    for env, left, status in ((one, 1, 0), (one, 0, 0), ({**one, 'STEPS': '7'}, 1, 1), (one, 0, 0)):
+        out, error = fake.run(status=status, **env)
+        assert out.startswith(f'{left} of 1 runs') and folder_hash(run) == before
+        assert error.splitlines()[1:] == [f'{run}: error: other settings'][:status]
+
+
+def test_a_signal_ends_the_analysis(fake, tmp_path):
+    (tmp_path / 'analysis').touch()
+    started = fake.start(METHODS='baseline', LRS='1e-2')
+    wait_until(lambda: (tmp_path / 'analysis').read_text())
+    started.terminate()
+    assert 'resumes' in end(started, 143)[1]
+
+
+@pytest.mark.parametrize('variable', ['METHOD=z_loss', 'JOB=', 'NPROCS=2', 'DRYRUN=1', 'DATA=a b', 'OUT=a b'])
+def test_a_misspelt_variable_or_a_space_in_a_path_is_refused(variable, tmp_path):
+    name, value = variable.split('=')
+    done = execute('bash', 'sweep.sh', 'demo', check=2, cwd=links(str(tmp_path)), **{name: value})
+    assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1 and name in done.stderr
+
+
+@pytest.mark.parametrize('minutes', [10, -10])
+def test_the_time_left_is_that_of_the_runs_left(fake, tmp_path, minutes):
+    """By a clock on which each run takes ten minutes, and by one that is set back."""
+    fake.program('date', f'echo . >>{tmp_path}/clock; echo $(($(wc -l <{tmp_path}/clock) * {minutes} * 60))')
+    left = re.findall(r'^\[([0-9]+)/10, about (-?[0-9]+) min left', fake.run(JOBS='1')[0], re.MULTILINE)
+    assert left == [(str(i), str(max(0, minutes * (10 - i)))) for i in range(1, 11)]
