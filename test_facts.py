@@ -166,7 +166,7 @@ def test_fact_3_does_not_hold_as_the_paper_states_it():
 @both_heads
 def test_fact_4_a_rounded_gradient_of_the_logits_pushes_h_along_mu(head, monkeypatch):
     """
-    The gradient of the logits g = p - y sums to 0 over the vocabulary, rounded to bf16 it is g + delta.
+    Ours, not the paper's. The gradient of the logits g = p - y sums to 0, rounded to bf16 it is g + delta.
     So dL/dh is the exact one plus (sum_i delta_i) mu plus sum_i delta_i (e_i - mu). The middle term is 0
     where mu is, and zero_sum takes it away.
     """
@@ -276,6 +276,23 @@ def test_each_method_is_its_equation_in_training_and_evaluation(method, head, mo
 
 
 @both_heads
+def test_the_centered_head_is_the_baseline_on_centered_embeddings(head, monkeypatch):
+    """
+    l_i = (e_i - mu) . h, ours: logits and gradients are those of the baseline with E - mu in place of E. In
+    exact arithmetic only the mean logit shows that (Fact 2), with a rounded gradient dL/dh does as well.
+    """
+    monkeypatch.setattr('oec.head.n_chunks', chunks_of(7))
+    for h, E, targets in random_heads(20):
+        results = []
+        for mode, embeddings in (('centered_head', E), ('baseline', E - E.mean(dim=0))):
+            h_, E_ = h.clone().requires_grad_(), embeddings.clone().requires_grad_()
+            loss, stats = head(h_, E_, targets, config_64(mode, logits_dtype='bfloat16', rounded='gradient'))
+            results.append((loss, *torch.autograd.grad(loss, (h_, E_)), stats))
+        close(*results, rtol=1e-9, atol=1e-10)
+        assert (results[0][-1]['logit_mean'].abs() <= 1e-10 * (h @ E.T).abs().max()).all()
+
+
+@both_heads
 @pytest.mark.parametrize('method', HEAD_MODES)
 def test_gradcheck(method, head, monkeypatch):
     monkeypatch.setattr('oec.head.n_chunks', chunks_of(2))
@@ -345,7 +362,7 @@ def test_z_loss_treats_positive_and_negative_logits_differently():
 @pytest.mark.parametrize('V', [2, 10, 50304])
 def test_z_loss_is_minimised_by_the_uniform_and_the_one_hot_configuration(V):
     """
-    Appendix B, Eq. 24 and 25: at l_j = -log V, and as l_i = 0 and all other l_j -> -infinity, z-loss and its
+    Appendix B, Eq. 23 and 24: at l_j = -log V, and as l_i = 0 and all other l_j -> -infinity, z-loss and its
     gradient vanish although the mean logit is far from 0.
     """
     one_hot = torch.full((1, V), -1e3, dtype=F64)

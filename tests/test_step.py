@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import train
-from model import METHODS, GPTConfig, embeddings_to_loss
+from analysis import paper
+from model import METHODS, ON_WEIGHTS, GPTConfig, embeddings_to_loss
 from oec import data
 from oec.common import write_json
 from runs import assert_same
@@ -87,7 +88,10 @@ def test_adam_makes_no_step_once_a_gradient_is_not_finite(method, center_every):
             if step >= bad:
                 assert_same(after, before)
                 E = 0.7 * E if method == 'weight_decay' else E
-                close(its_E, E - E.mean(dim=0) if center_every else E, rtol=1e-14, atol=1e-14)
+                E = E - E.mean(dim=0) if center_every else E
+                if method not in ON_WEIGHTS or method in paper.NAMES:  # a fork's may do what it likes to E
+                    close(its_E, E, rtol=1e-14, atol=1e-14)
+                assert torch.isfinite(its_E).all()
             assert step >= bad or not torch.equal(its_E, E)
 
 
