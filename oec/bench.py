@@ -110,6 +110,7 @@ def compare(contestants, n_tokens, flop, best, seconds, device):
 def training_step(config, method, args, device):
     """A function that makes the next optimizer step of train.py, on the same batch each time."""
     torch.manual_seed(0)
+    torch.backends.cuda.enable_cudnn_sdp(config.n_embd // config.n_head <= 128)  # as in train.py
     gpt = GPT(config).to(device)
     gpt.head = compiled_head(config, device) if args.compile else chunked_head
     if args.compile:

@@ -26,9 +26,9 @@ part() {  # NAME SECONDS COMMAND...
   [ $status = 0 ] || { failed+=" $name"; return 1; }
 }
 
-part tests 400 python -m pytest -m gpu -v tests/test_gpu.py
+part tests 600 python -m pytest -m gpu -v tests/test_gpu.py
 part steps_small 400 python -m oec.bench --device=$DEVICE --sizes=$small $flags
-part steps_large 400 python -m oec.bench --device=$DEVICE --sizes=$large --methods=$methods $flags
+part steps_large 600 python -m oec.bench --device=$DEVICE --sizes=$large --methods=$methods $flags
 part heads 200 python -m oec.bench --device=$DEVICE --sizes=$small,$large --head $flags
 for tokenizer in "${tokenizers[@]}"; do  # GPT-2's ranks may not be at hand; learned byte pairs always are
   DATA=out/gpu_text_${tokenizer%% *}
