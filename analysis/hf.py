@@ -10,6 +10,7 @@ By Fact 2 a finished model can be centered without training: no probability chan
 """
 import math
 import os
+import re
 import shutil
 
 import pandas as pd
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from analysis import plots, report
 from analysis.csv_files import write_csv
-from analysis.measure import TINY, statistics, summary
+from analysis.measure import POSITIONS, TINY, statistics, summary
 from model import GPTConfig
 from oec import sources
 from oec.common import UserError, check, lock_folder
@@ -41,8 +42,11 @@ def load(path):
         raise UserError('--hf needs transformers: pip install transformers') from error
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    only = {'local_files_only': os.path.isdir(path), 'trust_remote_code': False}
-    with sources.naming(f'--hf={path}: not a causal language model that can be read'):
+    local = os.path.isdir(path)
+    check(local or re.fullmatch(r'[\w-][\w.-]*(/[\w.-]+)?', path), f'--hf={path}: no such folder')
+    only = {'local_files_only': local, 'trust_remote_code': False}
+    what = 'not a causal language model that can be read' if local else 'no such folder, nor on the hub'
+    with sources.naming(f'--hf={path}: {what}'):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype='auto', output_loading_info=True, **only)
         missing = sorted(found['missing_keys'])
@@ -210,8 +214,8 @@ def center(path, new, model, tokenizer, mu, tokens):
 def measure(path, args):
     """Loads, measures and, if asked to, centers a model -> (numbers and summaries, distributions), dicts."""
     model, tokenizer = load(path)
-    check(tokenizer or not (args.text or args.center_to),
-          f'--hf={path}: has no tokenizer, which --text and --center_to need')
+    check(tokenizer or not (args.text or args.positions or args.center_to),
+          f'--hf={path}: has no tokenizer, which --text, --positions and --center_to need')
     config, E = head_config(path, model), model.get_output_embeddings().weight.detach()
     odd = odd_rows(E, None if tokenizer is None else len(tokenizer))
     kept = E[~torch.stack(list(odd.values())).any(dim=0)] if args.drop_odd_rows else E
@@ -221,11 +225,14 @@ def measure(path, args):
     words = ', '.join(f'{mask.sum():,} {what}' for what, mask in odd.items() if mask.any())
     found |= {'name': os.path.basename(os.path.normpath(path)), 'V': E.size(0), 'H': E.size(1),
               'dtype': str(E.dtype)[6:], 'tied': is_tied(model), 'odd_rows': words or 'none'}
-    values = {}
-    if tokenizer is not None and args.positions:
+    values, n = {}, POSITIONS if args.positions is None else args.positions
+    if not (tokenizer and n):
+        print(f'{path}: ' + ('--positions=0' if tokenizer else 'no tokenizer that can be read') +
+              ', so all that takes a text is -')
+    else:
         longest = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
-        length = min(WINDOW, longest, args.positions)
-        windows = read_windows(tokenizer, args.text, length, -(-args.positions // length))
+        length = min(WINDOW, longest, n)
+        windows = read_windows(tokenizer, args.text, length, -(-n // length))
         check(windows.max() < len(E), f'--hf={path}: its tokenizer has more tokens than its head has rows')
         facts, values = text_facts(model, E.float(), mu, windows, config)
         found |= facts
@@ -258,7 +265,9 @@ def table_of(measured):
 
 def main(args):
     """What analyze.py does with --hf: a table, and a page with it and the distributions."""
-    check(not args.center_to or (len(args.hf) == 1 and args.positions and not os.path.exists(args.center_to)),
+    check(args.positions != 0 or not args.text, '--text does nothing with --positions=0')
+    check(not args.center_to or (len(args.hf) == 1 and args.positions != 0
+                                 and not os.path.exists(args.center_to)),
           f'--center_to={args.center_to}: should be a new folder, for one model and text')
     results = [measure(path, args) for path in args.hf]
     measured = pd.json_normalize([found for found, _ in results], sep='_')
