@@ -27,8 +27,8 @@ from oec.head import chunked_head
 
 WINDOW = 1024  # tokens of a window, or what the model can take
 
-# --------------------------------------------------------------------------------------------------
-# the model
+
+# -------- the model
 
 
 def load(path):
@@ -91,8 +91,7 @@ def head_config(path, model):
                      dtype='bfloat16' if model.device.type == 'cuda' else 'float32')
 
 
-# --------------------------------------------------------------------------------------------------
-# what is measured
+# -------- what is measured
 
 
 def parts(E):
@@ -117,19 +116,18 @@ def embedding_facts(E, mu):
     mean of |e_i - mu|^2, that rounding E to bf16 destroys, `lost_centered` the same of E - mu. A number
     stored in bf16 has lost unit^2 / 12 on average, its unit being the distance to the next one.
     """
-    variance, lost, lost_centered, r_emb = 0.0, 0.0, 0.0, []
+    sums, r_emb = torch.zeros(3, dtype=torch.float64), []
     for rows in parts(E):
         star = rows - mu
-        variance += star.double().square().sum().item()
         unit = torch.exp2(torch.frexp(rows).exponent.double() - 8) * (rows != 0)
-        stored = E.dtype == torch.bfloat16
-        error = unit / math.sqrt(12) if stored else (rows.bfloat16().float() - rows).double()
-        lost += error.square().sum().item()
-        lost_centered += (star.bfloat16().float() - star).double().square().sum().item()
+        error = unit / math.sqrt(12) if E.dtype == torch.bfloat16 else rows.bfloat16().float() - rows
+        sums += torch.stack([x.double().square().sum().cpu()
+                             for x in (star, error, star.bfloat16().float() - star)])
         r_emb.append(star.norm(dim=1) / rows.norm(dim=1).clamp_min(TINY))
-    spread, mu_norm, variance = math.sqrt(variance / len(E)), mu.double().norm().item(), max(variance, TINY)
-    return {'mu_norm': mu_norm, 'spread': spread, 'ratio': mu_norm / max(spread, TINY),
-            'lost': lost / variance, 'lost_centered': lost_centered / variance}, torch.cat(r_emb).cpu()
+    spread, mu_norm = math.sqrt(sums[0] / len(E)), mu.double().norm().item()
+    lost, lost_centered = (sums[1:] / sums[0].clamp_min(TINY)).tolist()
+    return {'mu_norm': mu_norm, 'spread': spread, 'ratio': mu_norm / max(spread, TINY), 'lost': lost,
+            'lost_centered': lost_centered}, torch.cat(r_emb).cpu()
 
 
 def read_windows(tokenizer, pattern, length, n):
@@ -242,8 +240,8 @@ def measure(path, args):
     return {**found, **{name: summary(v) for name, v in values.items()}}, values
 
 
-# --------------------------------------------------------------------------------------------------
-# the table
+# -------- the table
+
 
 SHOWN = """V H dtype tied odd_rows mu_norm spread ratio lost lost_centered r_emb_median r_emb_below_1
     positions logit_mean_q25 logit_mean_median logit_mean_q75 logit_std_mean logit_absmax_max
@@ -266,8 +264,8 @@ def table_of(measured):
 def main(args):
     """What analyze.py does with --hf: a table, and a page with it and the distributions."""
     check(args.positions != 0 or not args.text, '--text does nothing with --positions=0')
-    check(not args.center_to or (len(args.hf) == 1 and args.positions != 0
-                                 and not os.path.exists(args.center_to)),
+    one = len(args.hf) == 1 and args.positions != 0
+    check(not args.center_to or (one and not os.path.exists(args.center_to)),
           f'--center_to={args.center_to}: should be a new folder, for one model and text')
     results = [measure(path, args) for path in args.hf]
     measured = pd.json_normalize([found for found, _ in results], sep='_')
