@@ -36,11 +36,12 @@ PUBLISHED = {'16M': (10.83, 15572480), '29M': (10.83, 28638560), '57M': (10.83, 
              '109M': (10.83, 108404800), '221M': (10.85, 220810720)}  # loss at initialisation, parameters
 SHOULD = {  # what else would be wrong science, or end in a traceback
     'a number above 0': (['lr', 'init_loss', 'n_params', 'steps'], lambda x: x > 1e-30),
-    'a number from 0': (['lam', 'mu_shift'], lambda x: x >= 0),
-    'a whole number': (['seed', 'step'], lambda x: x % 1 == 0),
+    'a number from 0': (['lam', 'mu_shift', 'center_every'], lambda x: x >= 0),
+    'a whole number': (['seed', 'step', 'center_every'], lambda x: x % 1 == 0),
     '0 or 1': (['weight_tying', 'diverged'], lambda x: x.isin([0, 1])),
     'one of ' + '; '.join(SUBSETS): (['rounded'], lambda x: x.isin(['', *SUBSETS])),
-    'printable words': (['method', 'size', 'device'], lambda x: x.map(str.isprintable).astype(bool))}
+    'printable words': (['method', 'size', 'init_from', 'device'],
+                        lambda x: x.map(str.isprintable).astype(bool))}
 
 
 # -------- run folders
@@ -53,8 +54,10 @@ def run_states(folders):
         check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
         plan = folder / 'logs' / 'plan'
         planned = [folder / name for name in plan.read_text().split()] if plan.exists() else []
-        begun = sorted([*folder.glob('config.json'), *folder.glob('*/config.json')])
-        states |= {path: run_state(path) for path in (*planned, *(config.parent for config in begun))}
+        files = [file for name in ('config.json', 'result.json') for depth in ('', '*/')
+                 for file in folder.glob(depth + name)]
+        begun = sorted({file.parent for file in files})
+        states |= {path: run_state(path) for path in (*planned, *begun)}
     return states
 
 
