@@ -17,17 +17,17 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import csv_files, measure, plots, report, shift, tables, theory
-from analysis.csv_files import COLUMNS, CURVE, REQUIRED, SETTINGS, SPREAD, write_csv
-from oec.common import UserError, check, lock_folder, number, parse_args, program, read_json, write_json
+from analysis.csv_files import COLUMNS, REQUIRED, SETTINGS
+from oec.common import UserError, check, lock_folder, number, parse_args, program, read_json
 
 
-def collect(runs, out):
+def collect(runs, out, notes):
     """
-    Rows of csv_files.results -> the csv files and settings.json in the folder `out`. Returns what
-    csv_files.read makes of them, and a line on each run that is left out, since its model is damaged.
+    Rows of csv_files.results -> what csv_files.read makes of the csv files, which this writes into the folder
+    `out`. A run whose model is damaged is left out and named in `notes`.
     """
     work = runs.n_params.where([measure.kept(path.parent) is None for path in runs.index], 0)
-    rows, curves, spread, settings, bad, start = [], [], [], {}, [], time.monotonic()
+    rows, curves, spread, settings, start = [], [], [], {}, time.monotonic()
     for i, (path, row) in enumerate(runs.iterrows()):
         done, left = work.iloc[:i].sum(), work.iloc[i:].sum()
         minutes = (time.monotonic() - start) / 60 * left / done if done else 0
@@ -36,7 +36,7 @@ def collect(runs, out):
         try:
             found = measure.of_run(path.parent)
         except UserError as error:
-            bad.append(f'left out: {error}')
+            notes.append(f'left out: {error}')
             continue
         own = row[[*SETTINGS, 'variant']].to_dict()
         curves.append(csv_files.training_curve(path.parent).assign(**own))
@@ -45,55 +45,47 @@ def collect(runs, out):
         for name, value in read_json(path.with_name('config.json')).items():
             if name != 'out' and value is not None and value not in settings.setdefault(name, []):
                 settings[name].append(value)
-    check(rows, '; '.join(bad))
-    runs, spread = pd.DataFrame(rows).reindex(columns=[*COLUMNS, 'variant']), pd.DataFrame(spread)
+    check(rows, '; '.join(notes))
+    rows = pd.DataFrame(rows).reindex(columns=[*COLUMNS, 'variant'])
     curves = pd.concat([curve for curve in curves if len(curve)] or curves)
-    runs, curves, spread = csv_files.complete(runs, curves, spread)
-    write_csv(os.path.join(out, 'curves.csv'), curves[[*CURVE, *SETTINGS]], '%.7g')  # enough for a plot
-    write_csv(os.path.join(out, 'distributions.csv'), spread[[*SETTINGS, *SPREAD]])
-    write_csv(os.path.join(out, 'results.csv'), runs[COLUMNS])
-    write_json(os.path.join(out, 'settings.json'), settings)
-    return (runs, curves, spread, settings), bad
+    found = *csv_files.complete(rows, curves, pd.DataFrame(spread)), settings
+    csv_files.write(out, *found)
+    return found
 
 
 def make_tables(every_run, settings, out):
     """Writes lrs.csv and tables.md -> (rows of lrs.csv, the tables, what is left out of them)."""
     usual = tables.usual(every_run)  # runs with a shifted mean have tables of their own
     lrs, notes = tables.lrs_rows(usual)
-    write_csv(os.path.join(out, 'lrs.csv'), lrs.drop(columns=['variant', 'n_params']))
-    lrs = lrs[lrs.n_lrs > 1]
-    overhead, more = tables.overhead_tables(usual)
+    csv_files.write_csv(os.path.join(out, 'lrs.csv'), lrs.drop(columns=['variant', 'n_params']))
+    lrs, (overhead, more) = lrs[lrs.n_lrs > 1], tables.overhead_tables(usual)
     shown = [table for word, part in tables.tyings(lrs) for table in tables.lrs_tables(part, word)]
     shown += overhead + ([tables.excess_table(usual, lrs)] if len(lrs) else [])
     shown += [*shift.shift_tables(every_run), tables.method_table(), tables.hyperparameter_table(settings)]
     print('', *(report.markdown(table, 'text') for table in shown), sep='\n')
-    shown.insert(0, tables.run_table(every_run))
-    report.write(os.path.join(out, 'tables.md'), '\n'.join(map(report.markdown, [*shown[1:], shown[0]])))
+    shown.append(tables.run_table(every_run))
+    report.write(os.path.join(out, 'tables.md'), '\n'.join(map(report.markdown, shown)))
     return lrs, shown, notes + more
 
 
 def parser():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    p.add_argument('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
-    p.add_argument('--results', metavar='FILE.csv',
-                   help=f'a csv of runs instead; it needs {", ".join(REQUIRED)}, and may have '
-                        f'{", ".join(name for name in COLUMNS if name not in REQUIRED)}')
-    p.add_argument('--out', help='folder to write to (default results/<name of the sweep or csv>)')
-    p.add_argument('--method', help='the method whose Fact 3 is drawn (default baseline, or the first)')
-    p.add_argument('--theory', action='store_true',
-                   help="the paper's figures that need no runs (Fig. 1, 6 and 7), alone or with the others")
-    p.add_argument('--hf', nargs='+', metavar='FOLDER',
-                   help='models in Hugging Face format instead, in folders or on the hub, see analysis/hf.py')
-    p.add_argument('--text', metavar='FILES',
-                   help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: text); default: '
-                        "the source of Python's standard library")
-    p.add_argument('--positions', type=number(least=0, whole=True),
-                   help=f'with --hf: tokens of --text, 0 for none (default {measure.POSITIONS:,})')
-    p.add_argument('--drop_odd_rows', action='store_true',
-                   help='with --hf: leave padding and rows of one constant norm out of the mean')
-    p.add_argument('--center_to', metavar='NEW',
-                   help='with --hf: write the model with centered output embeddings there')
+    add = p.add_argument
+    add('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
+    add('--results', metavar='FILE.csv', help='a csv of runs instead; it needs '
+        f'{", ".join(REQUIRED)}, and may have {", ".join(c for c in COLUMNS if c not in REQUIRED)}')
+    add('--out', help='folder to write to (default results/<name of the sweep or csv>)')
+    add('--method', help='the method whose Fact 3 is drawn (default baseline, or the first)')
+    add('--theory', action='store_true', help="the paper's Figures 1, 6 and 7, which need no runs")
+    add('--hf', nargs='+', metavar='FOLDER', help='folders or hub names of models that others trained')
+    add = p.add_argument_group('with --hf').add_argument
+    add('--text', metavar='FILES', help='a quoted glob of .txt, .jsonl or .parquet files (column: text); '
+        "default: the source of Python's standard library")
+    add('--positions', type=number(least=0, whole=True),
+        help=f'tokens of --text, 0 for none (default {measure.POSITIONS:,})')
+    add('--drop_odd_rows', action='store_true', help='leave padding and rows of one norm out of the mean')
+    add('--center_to', metavar='NEW', help='write the model with centered output embeddings there')
     return p
 
 
@@ -103,8 +95,8 @@ def main(argv=None):
     check(len(sources) < 2 and (sources or args.theory),
           'give run folders, such as out/demo, --results=FILE.csv, --theory or --hf=FOLDER')
     for flag in ('method', 'theory') if args.hf else ('text', 'positions', 'drop_odd_rows', 'center_to'):
-        where = 'with --hf' if args.hf else 'without --hf'
-        check(getattr(args, flag) in (None, False), f'--{flag} does nothing {where}')
+        check(getattr(args, flag) in (None, False),
+              f'--{flag} does nothing {"beside" if args.hf else "without"} --hf')
     if args.hf:
         from analysis import hf  # which needs transformers
         return hf.main(args)
@@ -117,7 +109,6 @@ def main(argv=None):
         done = [path for path, state in states.items() if state == 'done']
         check(done, f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
         runs, notes = csv_files.results(done)  # checked before anything is written
-        print(*notes, sep='\n')
         notes += [f'{len(states) - len(done)} runs that are not finished'] if len(done) < len(states) else []
     elif args.results:
         found = csv_files.read(source)
@@ -131,19 +122,17 @@ def main(argv=None):
     # what is made of it
     shown, settings, sentence = [], {}, ''
     with lock_folder(out, wait=True):
-        if args.runs:
-            found, bad = collect(runs, out)
-            notes += bad
+        found = collect(runs, out, notes) if args.runs else found
         if found:
             runs, curves, spread, settings = found
             lrs, shown, left_out = make_tables(runs, settings, out)
-            shown[1:1] = plots.draw(runs, lrs, curves, spread, method, out)  # below the table of all runs
+            shown = [shown.pop(), *plots.draw(runs, lrs, curves, spread, method, out), *shown]  # runs first
             sentence, notes = shift.sentence(runs), notes + left_out
         if args.theory:
             shown += theory.draw_theory(out)
         report.write_report(out, shown, notes, runs, settings, sentence)
-    notes += [f'wrote {out}; open {os.path.join(out, "report.html")} in a browser', sentence]
-    print('\n'.join(filter(None, notes)))
+    wrote = f'wrote {out}; open {os.path.join(out, "report.html")} in a browser'
+    print(*filter(None, [*notes, wrote, sentence]), sep='\n')
     return 0
 
 

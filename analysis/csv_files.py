@@ -13,7 +13,7 @@ import pandas as pd
 
 from analysis import measure, paper
 from model import ALL, METHODS, SIZES, SUBSETS
-from oec.common import UserError, check, read_json, write_atomic
+from oec.common import UserError, check, read_json, write_atomic, write_json
 
 MARGIN = 0.5         # nats that the loss of a diverged run has risen by
 LINES = 20           # log lines in a window, so that noise moves their median by less than that
@@ -36,25 +36,28 @@ PUBLISHED = {'16M': (10.83, 15572480), '29M': (10.83, 28638560), '57M': (10.83, 
              '109M': (10.83, 108404800), '221M': (10.85, 220810720)}  # loss at initialisation, parameters
 SHOULD = {  # what else would be wrong science, or end in a traceback
     'a number above 0': (['lr', 'init_loss', 'n_params', 'steps'], lambda x: x > 1e-30),
-    'a number from 0': (['lam', 'mu_shift'], lambda x: x >= 0),
-    'a whole number': (['seed', 'step'], lambda x: x % 1 == 0),
+    'a number from 0': (['lam', 'mu_shift', 'center_every'], lambda x: x >= 0),
+    'a whole number': (['seed', 'step', 'center_every'], lambda x: x % 1 == 0),
     '0 or 1': (['weight_tying', 'diverged'], lambda x: x.isin([0, 1])),
     'one of ' + '; '.join(SUBSETS): (['rounded'], lambda x: x.isin(['', *SUBSETS])),
-    'printable words': (['method', 'size', 'device'], lambda x: x.map(str.isprintable).astype(bool))}
+    'printable words': (['method', 'size', 'init_from', 'device'],
+                        lambda x: x.map(str.isprintable).astype(bool))}
 
-# --------------------------------------------------------------------------------------------------
-# run folders
+
+# -------- run folders
 
 
 def run_states(folders):
-    """The runs in or right below `folders`, and those a sweep has planned there -> a dict path -> state."""
+    """The runs in or right below `folders`, and those a sweep has planned there: a dict path -> state."""
     states = {}
     for folder in map(Path, folders):
         check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
         plan = folder / 'logs' / 'plan'
         planned = [folder / name for name in plan.read_text().split()] if plan.exists() else []
-        begun = sorted([*folder.glob('config.json'), *folder.glob('*/config.json')])
-        states |= {path: run_state(path) for path in (*planned, *(config.parent for config in begun))}
+        files = [file for name in ('config.json', 'result.json') for depth in ('', '*/')
+                 for file in folder.glob(depth + name)]
+        begun = sorted({file.parent for file in files})
+        states |= {path: run_state(path) for path in (*planned, *begun)}
     return states
 
 
@@ -134,27 +137,27 @@ def diverged(curve, test_loss, init_loss):
     return 1 if test_loss >= init_loss else 0 if n >= 3 else math.nan, math.nan
 
 
-# --------------------------------------------------------------------------------------------------
-# csv files
+# -------- csv files
 
 
 def results(folders):
     """
     Finished runs -> (a row each of what result.json says, indexed by its path; a line on each that is left
-    out, since a file is damaged or has gone). UserError if nothing is left, or a run is there twice.
+    out, since a file is damaged or has gone). UserError if nothing is left, a cell is wrong or a run is there
+    twice.
     """
-    rows, bad = [], []
+    rows, bad = {}, []
     for folder in folders:
         try:
             read_json(folder / 'config.json')
             found = read_json(folder / 'result.json')
             check(measure.kept(folder) or (folder / 'model.pt').exists(), f'{folder}: has no model.pt')
-            words = {name: '' if found.get(name) is None else str(found[name]) for name in COLUMNS}
-            rows.append(parse(pd.DataFrame(words, [folder / 'result.json']), REQUIRED))
+            rows[folder / 'result.json'] = ['' if found.get(c) is None else str(found[c]) for c in COLUMNS]
         except UserError as error:
             bad.append(f'left out: {error}')
+            print(bad[-1], flush=True)
     check(rows, '; '.join(bad))
-    rows = identify(pd.concat(rows))
+    rows = identify(parse(pd.DataFrame(rows.values(), list(rows), COLUMNS, dtype=str), REQUIRED))
     check_once(rows, 'these folders')
     return rows, bad
 
@@ -286,3 +289,11 @@ def read(path):
     check(all(isinstance(values, list) for values in settings.values()),
           f'{file}: each setting should have a list of values')
     return *complete(runs, beside('curves.csv', CURVE), beside('distributions.csv', SPREAD)), settings
+
+
+def write(out, runs, curves, spread, settings):
+    """Writes what `read` reads into the folder `out`."""
+    write_csv(Path(out, 'curves.csv'), curves[[*CURVE, *SETTINGS]], '%.7g')  # enough for a plot
+    write_csv(Path(out, 'distributions.csv'), spread[[*SETTINGS, *SPREAD]])
+    write_csv(Path(out, 'results.csv'), runs[COLUMNS])
+    write_json(Path(out, 'settings.json'), settings)

@@ -10,6 +10,7 @@ By Fact 2 a finished model can be centered without training: no probability chan
 """
 import math
 import os
+import re
 import shutil
 
 import pandas as pd
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from analysis import plots, report
 from analysis.csv_files import write_csv
-from analysis.measure import TINY, statistics, summary
+from analysis.measure import POSITIONS, TINY, statistics, summary
 from model import GPTConfig
 from oec import sources
 from oec.common import UserError, check, lock_folder
@@ -26,8 +27,8 @@ from oec.head import chunked_head
 
 WINDOW = 1024  # tokens of a window, or what the model can take
 
-# --------------------------------------------------------------------------------------------------
-# the model
+
+# -------- the model
 
 
 def load(path):
@@ -41,8 +42,11 @@ def load(path):
         raise UserError('--hf needs transformers: pip install transformers') from error
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    only = {'local_files_only': os.path.isdir(path), 'trust_remote_code': False}
-    with sources.naming(f'--hf={path}: not a causal language model that can be read'):
+    local = os.path.isdir(path)
+    check(local or re.fullmatch(r'[\w-][\w.-]*(/[\w.-]+)?', path), f'--hf={path}: no such folder')
+    only = {'local_files_only': local, 'trust_remote_code': False}
+    what = 'not a causal language model that can be read' if local else 'no such folder, nor on the hub'
+    with sources.naming(f'--hf={path}: {what}'):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype='auto', output_loading_info=True, **only)
         missing = sorted(found['missing_keys'])
@@ -87,8 +91,7 @@ def head_config(path, model):
                      dtype='bfloat16' if model.device.type == 'cuda' else 'float32')
 
 
-# --------------------------------------------------------------------------------------------------
-# what is measured
+# -------- what is measured
 
 
 def parts(E):
@@ -113,19 +116,18 @@ def embedding_facts(E, mu):
     mean of |e_i - mu|^2, that rounding E to bf16 destroys, `lost_centered` the same of E - mu. A number
     stored in bf16 has lost unit^2 / 12 on average, its unit being the distance to the next one.
     """
-    variance, lost, lost_centered, r_emb = 0.0, 0.0, 0.0, []
+    sums, r_emb = torch.zeros(3, dtype=torch.float64), []
     for rows in parts(E):
         star = rows - mu
-        variance += star.double().square().sum().item()
         unit = torch.exp2(torch.frexp(rows).exponent.double() - 8) * (rows != 0)
-        stored = E.dtype == torch.bfloat16
-        error = unit / math.sqrt(12) if stored else (rows.bfloat16().float() - rows).double()
-        lost += error.square().sum().item()
-        lost_centered += (star.bfloat16().float() - star).double().square().sum().item()
+        error = unit / math.sqrt(12) if E.dtype == torch.bfloat16 else rows.bfloat16().float() - rows
+        sums += torch.stack([x.double().square().sum().cpu()
+                             for x in (star, error, star.bfloat16().float() - star)])
         r_emb.append(star.norm(dim=1) / rows.norm(dim=1).clamp_min(TINY))
-    spread, mu_norm, variance = math.sqrt(variance / len(E)), mu.double().norm().item(), max(variance, TINY)
-    return {'mu_norm': mu_norm, 'spread': spread, 'ratio': mu_norm / max(spread, TINY),
-            'lost': lost / variance, 'lost_centered': lost_centered / variance}, torch.cat(r_emb).cpu()
+    spread, mu_norm = math.sqrt(sums[0] / len(E)), mu.double().norm().item()
+    lost, lost_centered = (sums[1:] / sums[0].clamp_min(TINY)).tolist()
+    return {'mu_norm': mu_norm, 'spread': spread, 'ratio': mu_norm / max(spread, TINY), 'lost': lost,
+            'lost_centered': lost_centered}, torch.cat(r_emb).cpu()
 
 
 def read_windows(tokenizer, pattern, length, n):
@@ -210,8 +212,8 @@ def center(path, new, model, tokenizer, mu, tokens):
 def measure(path, args):
     """Loads, measures and, if asked to, centers a model -> (numbers and summaries, distributions), dicts."""
     model, tokenizer = load(path)
-    check(tokenizer or not (args.text or args.center_to),
-          f'--hf={path}: has no tokenizer, which --text and --center_to need')
+    check(tokenizer or not (args.text or args.positions or args.center_to),
+          f'--hf={path}: has no tokenizer, which --text, --positions and --center_to need')
     config, E = head_config(path, model), model.get_output_embeddings().weight.detach()
     odd = odd_rows(E, None if tokenizer is None else len(tokenizer))
     kept = E[~torch.stack(list(odd.values())).any(dim=0)] if args.drop_odd_rows else E
@@ -221,11 +223,14 @@ def measure(path, args):
     words = ', '.join(f'{mask.sum():,} {what}' for what, mask in odd.items() if mask.any())
     found |= {'name': os.path.basename(os.path.normpath(path)), 'V': E.size(0), 'H': E.size(1),
               'dtype': str(E.dtype)[6:], 'tied': is_tied(model), 'odd_rows': words or 'none'}
-    values = {}
-    if tokenizer is not None and args.positions:
+    values, n = {}, POSITIONS if args.positions is None else args.positions
+    if not (tokenizer and n):
+        print(f'{path}: ' + ('--positions=0' if tokenizer else 'no tokenizer that can be read') +
+              ', so all that takes a text is -')
+    else:
         longest = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
-        length = min(WINDOW, longest, args.positions)
-        windows = read_windows(tokenizer, args.text, length, -(-args.positions // length))
+        length = min(WINDOW, longest, n)
+        windows = read_windows(tokenizer, args.text, length, -(-n // length))
         check(windows.max() < len(E), f'--hf={path}: its tokenizer has more tokens than its head has rows')
         facts, values = text_facts(model, E.float(), mu, windows, config)
         found |= facts
@@ -235,8 +240,8 @@ def measure(path, args):
     return {**found, **{name: summary(v) for name, v in values.items()}}, values
 
 
-# --------------------------------------------------------------------------------------------------
-# the table
+# -------- the table
+
 
 SHOWN = """V H dtype tied odd_rows mu_norm spread ratio lost lost_centered r_emb_median r_emb_below_1
     positions logit_mean_q25 logit_mean_median logit_mean_q75 logit_std_mean logit_absmax_max
@@ -258,7 +263,9 @@ def table_of(measured):
 
 def main(args):
     """What analyze.py does with --hf: a table, and a page with it and the distributions."""
-    check(not args.center_to or (len(args.hf) == 1 and args.positions and not os.path.exists(args.center_to)),
+    check(args.positions != 0 or not args.text, '--text does nothing with --positions=0')
+    one = len(args.hf) == 1 and args.positions != 0
+    check(not args.center_to or (one and not os.path.exists(args.center_to)),
           f'--center_to={args.center_to}: should be a new folder, for one model and text')
     results = [measure(path, args) for path in args.hf]
     measured = pd.json_normalize([found for found, _ in results], sep='_')

@@ -117,8 +117,8 @@ def kept(folder):
         found = read_json(Path(folder, 'analysis.json'))
     except UserError:
         return None
-    same = found.get('version') == VERSION and (not path.exists() or found['bytes'] == path.stat().st_size)
-    return found['statistics'] if same else None
+    size = path.stat().st_size if path.exists() else found.get('bytes')
+    return found.get('statistics') if (found.get('version'), found.get('bytes')) == (VERSION, size) else None
 
 
 def of_run(folder):

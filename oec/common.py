@@ -25,6 +25,8 @@ def check(right, message, status=2):
 
 def program(main):
     """Calls main(argv) as the program: the one place where an error becomes a line and an exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors='replace')  # in an older encoding λ becomes ?
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as caught:
