@@ -12,7 +12,7 @@ from pathlib import Path
 
 from analysis import csv_files, shift
 from analysis.tables import SYMBOLS, lrs_rows
-from model import ALL, SIZES, SUBSETS
+from model import ALL, SUBSETS
 from oec.common import check, program, write_atomic
 
 HERE = Path(__file__).resolve().parent.parent
@@ -48,14 +48,12 @@ NATURAL = 'natural_bf16/curves', 'baseline', 'baseline in fp32', 'zero-sum', 'μ
 LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 80, 187, 331, 1000)
 TABLES = {
     'README.md': {
-        'authors_lrs': (
-            lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
-            [(size, 'lrs_n1', '.3f', {'size': size}) for size in SIZES if size != 'tiny']),
+        'authors_lrs': (lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
+                        [(size, 'lrs_n1', '.3f', {'size': size}) for size in csv_files.PUBLISHED]),
         'shift_16M': (lines('shift_16M/results', *BOTH), columns('.2f', 'loss', mu_shift=(0, 187, 331)))},
     'results/published_here/README.md': {
-        'methods_16M': (
-            lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping', 'μ-loss',
-                  'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
+        'methods_16M': (lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping',
+                              'μ-loss', 'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
         'baseline_16M': (
             lines('shift_16M/results', 'baseline', mu_shift=NORMS),
             columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
@@ -68,23 +66,19 @@ TABLES = {
             columns(WHOLE, 'logit_mean', step=[(1, 50)]) +
             columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) +
             [('test loss', 'test_loss', '.2f', {'csv': 'push/results'})]),
-        'numerics': (
-            lines('real_bf16', *BOTH) + lines('emulated_bf16', *BOTH, whose='emulated: '),
-            columns('.3f', 'test_loss', mu_shift=(0, 300, 1000))),
-        'comes_back': (
-            lines(*NATURAL, mu_shift=[57]),
-            columns('.1f', 'logit_mean', step=[(1, 50), (101, 150), (401, 500), (7901, 8000)]) +
-            columns('.1f', 'mu_norm', step=[(401, 500), (7901, 8000)]) +
-            columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
+        'numerics': (lines('real_bf16', *BOTH) + lines('emulated_bf16', *BOTH, whose='emulated: '),
+                     columns('.3f', 'test_loss', mu_shift=(0, 300, 1000))),
+        'comes_back': (lines(*NATURAL, mu_shift=[57]),
+                       columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (401, 500), (7901, 8000)]) +
+                       columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
         'drift': (
             lines('../authors/results', 'baseline', whose="the paper's ", size=['16M'], lr=LRS) +
             lines('proxy/results', *BOTH, whose='ours: ', lr=LRS) +
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
             columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
-        'large_batches': (
-            lines(*NATURAL, mu_shift=[0]),
-            columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (901, 1000)]) +
-            columns('.3f', 'loss', step=[(201, 250), (901, 1000)]))}}
+        'large_batches': (lines(*NATURAL, mu_shift=[0]),
+                          columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (901, 1000)]) +
+                          columns('.3f', 'loss', step=[(201, 250), (901, 1000)]))}}
 
 
 @functools.cache
@@ -120,12 +114,11 @@ def table(lines, columns):
 
 def filled(readme):
     """The text of one of the two files with its tables made anew. UserError if they are not all there."""
-    text, tables = (HERE / readme).read_text(encoding='utf-8'), TABLES[readme]
-    block = r'(<!-- table: (\w+) -->\n)[^<]*(<!-- end -->)'
-    there = [name for _, name, _ in re.findall(block, text)]
-    check(sorted(there) == sorted(tables), f'{readme} has {there} between <!-- table: NAME --> and <!-- end '
-          f'-->, and should have {list(tables)}, the TABLES of analysis/account.py')
-    return re.sub(block, lambda found: found[1] + table(*tables[found[2]]) + found[3], text)
+    text, mine = (HERE / readme).read_text(encoding='utf-8'), TABLES[readme]
+    block = r'<!-- table: (\w+) -->\n[^<]*<!-- end -->'
+    check(sorted(re.findall(block, text)) == sorted(mine), f'{readme} should have each table of TABLES in '
+          f'analysis/account.py once between <!-- table: NAME --> and <!-- end -->: {", ".join(mine)}')
+    return re.sub(block, lambda name: f'<!-- table: {name[1]} -->\n{table(*mine[name[1]])}<!-- end -->', text)
 
 
 def main(argv):
