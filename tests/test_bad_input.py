@@ -23,6 +23,7 @@ FLAGS = {'train': '''
     --lr=fast -> --lr, a number above 0, 'fast'
     --lr=1e33 -> --lr, 1e+32
     --method=weight_decay --lam=2 -> --lam=2, at most 1
+    --cap=5 -> --cap, soft_capping
     --steps=1.5 -> --steps, a whole number from 1
     --seed=4294967296 -> --seed
     --beta2=1 -> --beta2, below 1
