@@ -55,7 +55,8 @@ TABLES = {
         'methods_16M': (lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping',
                               'μ-loss', 'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
         'baseline_16M': (
-            lines('shift_16M/results', 'baseline', mu_shift=NORMS),
+            lines('shift_16M/results', 'baseline', mu_shift=NORMS) +
+            lines('shift_16M/results', 'baseline in fp32', mu_shift=NORMS[-2:]),
             columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
         'roundings': (
             lines('shift/results', *PARTS, 'baseline', *OURS, 'z-loss', 'z-loss in fp32'),
