@@ -5,7 +5,6 @@ per run, curves.csv the logs, distributions.csv the summaries of what has a dist
 import fcntl
 import json
 import math
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +52,10 @@ def run_states(folders):
     for folder in map(Path, folders):
         check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
         plan = folder / 'logs' / 'plan'
-        planned = [folder / name for name in plan.read_text().split()] if plan.exists() else []
-        files = [file for name in ('config.json', 'result.json') for depth in ('', '*/')
-                 for file in folder.glob(depth + name)]
-        begun = sorted({file.parent for file in files})
-        states |= {path: run_state(path) for path in (*planned, *begun)}
+        paths = [folder / name for name in plan.read_text().split()] if plan.exists() else []
+        for name in ('config.json', 'result.json'):
+            paths += sorted(file.parent for file in (*folder.glob(name), *folder.glob(f'*/{name}')))
+        states |= {path: run_state(path) for path in paths}
     return states
 
 
@@ -65,20 +63,21 @@ def run_state(path):
     """'done', 'running' (a process holds its lock), 'failed' (its sweep says so) or 'waiting'."""
     if (path / 'result.json').exists():
         return 'done'
-    if (path / '.lock').exists():
+    try:
         with open(path / '.lock') as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return 'running'
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        pass
+    except BlockingIOError:
+        return 'running'
     return 'failed' if (path.parent / 'logs' / f'{path.name}.failed').exists() else 'waiting'
 
 
 def print_states(states):
     """How many runs are in which state, how far each running one is, and which have failed."""
-    count = Counter(states.values())
-    order = ('done', 'running', 'failed', 'waiting')
-    print(f'{len(states)} runs: ' + ', '.join(f'{count[state]} {state}' for state in order), flush=True)
+    found = list(states.values())
+    counts = [f'{found.count(state)} {state}' for state in ('done', 'running', 'failed', 'waiting')]
+    print(f'{len(states)} runs: {", ".join(counts)}', flush=True)
     for path, state in states.items():
         if state == 'running':
             print(f'  running: {path}, at step {max((entry["step"] for entry in read_log(path)), default=0)}')
@@ -251,18 +250,17 @@ def complete(runs, curves, spread):
     to `spread` whether the run diverged.
     """
     runs = runs.reset_index(drop=True)
-    for i, column in enumerate(('init_loss', 'n_params')):
-        known = runs['size'].map({size: facts[i] for size, facts in PUBLISHED.items()})
-        runs[column] = runs[column].fillna(known)
+    known = pd.DataFrame.from_dict(PUBLISHED, 'index', columns=['init_loss', 'n_params'])
+    runs = runs.fillna(known.reindex(runs['size']).set_index(runs.index))
     # by default a warm-up over 5% of the steps, then a cosine to 1e-5
     runs['lr_sum'] = runs.lr_sum.fillna(runs.steps * (0.05 * runs.lr + 0.95 * (runs.lr + 1e-5)) / 2)
     logs = dict(list(curves.groupby(KEY)))
-    for i, run in runs.iterrows():
-        curve = logs.get(tuple(run[KEY]), curves[:0])
-        if math.isnan(run.train_loss) and len(curve):
-            runs.loc[i, 'train_loss'] = curve.loss[curve.step > 0.9 * curve.step.max()].mean()
-        if math.isnan(run.diverged):
-            runs.loc[i, ['diverged', 'diverged_step']] = diverged(curve, run.test_loss, run.init_loss)
+    logs = [logs.get(key, curves[:0]) for key in runs[KEY].itertuples(index=False, name=None)]
+    ends = [log.loss[log.step > 0.9 * log.step.max()].mean() for log in logs]
+    runs['train_loss'] = runs.train_loss.fillna(pd.Series(ends))
+    unknown = runs.diverged.isna()
+    marks = np.array([*map(diverged, logs, runs.test_loss, runs.init_loss)], float)
+    runs.loc[unknown, ['diverged', 'diverged_step']] = marks[unknown]
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
     for rows in (runs, curves):
         rows['offset'] = np.hypot(rows.logit_mean.astype(float), rows.logit_mean_spread.astype(float))

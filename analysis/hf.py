@@ -1,12 +1,7 @@
 """
 The same instrument for models that others trained: any causal language model in Hugging Face format. Is its
-mean output embedding far out, what does BF16 cost it, would centering help?
-
-    python analyze.py --hf FOLDER                                   # or the name of a model on the hub
-    python analyze.py --hf FOLDER OTHER --text='texts/*.txt' --positions=16384
-    python analyze.py --hf FOLDER --center_to=NEW                   # writes it with centered embeddings
-
-By Fact 2 a finished model can be centered without training: no probability changes.
+mean output embedding far out, what does BF16 cost it, would centering help? By Fact 2 a finished model can
+be centered without training (--center_to): no probability changes.
 """
 import math
 import os
@@ -225,15 +220,14 @@ def measure(path, args):
               'dtype': str(E.dtype)[6:], 'tied': is_tied(model), 'odd_rows': words or 'none'}
     values, n = {}, POSITIONS if args.positions is None else args.positions
     if not (tokenizer and n):
-        print(f'{path}: ' + ('--positions=0' if tokenizer else 'no tokenizer that can be read') +
-              ', so all that takes a text is -')
+        why = '--positions=0' if tokenizer else 'no tokenizer that can be read'
+        print(f'{path}: {why}, so all that takes a text is -')
     else:
-        longest = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
-        length = min(WINDOW, longest, n)
+        length = min(WINDOW, n, getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW))
         windows = read_windows(tokenizer, args.text, length, -(-n // length))
         check(windows.max() < len(E), f'--hf={path}: its tokenizer has more tokens than its head has rows')
-        facts, values = text_facts(model, E.float(), mu, windows, config)
-        found |= facts
+        of_text, values = text_facts(model, E.float(), mu, windows, config)
+        found |= of_text
         if args.center_to:
             center(path, args.center_to, model, tokenizer, mu, windows[:1, :-1].to(model.device))
     values['r_emb'] = r_emb

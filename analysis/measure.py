@@ -115,10 +115,10 @@ def kept(folder):
     path = Path(folder, 'model.pt')
     try:
         found = read_json(Path(folder, 'analysis.json'))
-    except UserError:
+        size = path.stat().st_size if path.exists() else found['bytes']
+        return found['statistics'] if (found['version'], found['bytes']) == (VERSION, size) else None
+    except (UserError, KeyError):
         return None
-    size = path.stat().st_size if path.exists() else found.get('bytes')
-    return found.get('statistics') if (found.get('version'), found.get('bytes')) == (VERSION, size) else None
 
 
 def of_run(folder):
