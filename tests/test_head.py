@@ -131,7 +131,7 @@ def assert_compiling_keeps_every_rounding(head, config, n, device):
     g, V = generator(0), config.vocab_size
     logits = (10 * torch.randn(n, V, generator=g)).to(device, getattr(torch, config.dtype))
     targets = torch.randint(V, (n,), generator=g).to(device)
-    compiled = head.keywords['loss_and_grad']
+    compiled = head.keywords['per_chunk']
     for with_stats in (False, True):
         (expected, eager, _), (found, loss, _) = (f(logits.clone(), targets, config, with_stats)
                                                   for f in (loss_and_grad, compiled))
