@@ -261,7 +261,7 @@ def fill_shards(documents, args, meta, taken, bar):
 def main(argv=None):
     args = parse_args(parser(), argv)
     hub, local = args.source in NAMES, args.source == 'local'
-    check((args.files is not None) == local and (args.out or not local),
+    check(bool(args.files) == local and (args.out or not local),
           '--source=local needs --files="GLOB" and --out=FOLDER, and --files needs --source=local')
     check(args.name is None or (hub and args.name),
           f'--name={args.name}: should be a config of --source=fineweb or a dataset of --source=pretokenized')

@@ -62,6 +62,6 @@ def swept(corpus, tmp_path_factory):
     """One real sweep of two methods at two learning rates: .folder, .out (the runs), .results, .stdout."""
     folder = links(str(tmp_path_factory.mktemp('swept') / 'checkout'))
     done = execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='1e-2 1e-1',
-                   STEPS='60', DATA=corpus)
+                   STEPS='60', DATA=corpus, FLAGS='--test_tokens=8192')
     return SimpleNamespace(folder=folder, out=os.path.join(folder, 'out', 'demo'), stdout=done.stdout,
                            results=os.path.join(folder, 'results', 'demo'))
