@@ -12,7 +12,7 @@ import torch
 
 import train
 from conftest import refused
-from oec import common, data, run_folder
+from oec import common, data, machine, run_folder
 from processes import finish, folder_hash, hold, one_line, process, wait_until
 from runs import SMALL, assert_same, at_call, keep_checkpoint, load, signal_at_step, state_of
 
@@ -187,13 +187,13 @@ def test_what_follows_from_the_machine_stays_when_a_run_goes_on_elsewhere(corpus
     """The same command, begun where there are no units for bf16, resumes where there are, and on a GPU."""
     flags = [*flags_of(corpus, tmp_path / 'run'), '--steps=8']
     flags = [flag for flag in flags if 'tokens' not in flag and 'dtype' not in flag]
-    monkeypatch.setattr(train, 'default_dtype', lambda *_: 'float32')
+    monkeypatch.setattr(machine, 'default_dtype', lambda *_: 'float32')
     stop = functools.partial(signal_at_step, signal.SIGTERM, 4)
     with monkeypatch.context() as patch:
         patch.setattr(train, 'train_step', train.train_step)
         stop()
         assert train.main(flags) == 143
-    monkeypatch.setattr(train, 'default_dtype', lambda *_: 'bfloat16')
+    monkeypatch.setattr(machine, 'default_dtype', lambda *_: 'bfloat16')
     assert train.main(flags) == 0
     config = load(tmp_path / 'run')['config']
     assert config['dtype'] == config['logits_dtype'] == 'float32' and config['eval_tokens'] < 20_000
