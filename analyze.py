@@ -60,8 +60,8 @@ def make_tables(every_run, settings, out):
     csv_files.write_csv(os.path.join(out, 'lrs.csv'), lrs.drop(columns=['variant', 'n_params']))
     lrs, (overhead, more) = lrs[lrs.n_lrs > 1], tables.overhead_tables(usual)
     shown = [table for word, part in tables.tyings(lrs) for table in tables.lrs_tables(part, word)]
-    shown += overhead + ([tables.excess_table(usual, lrs)] if len(lrs) else [])
-    shown += [*shift.shift_tables(every_run), tables.method_table(), tables.hyperparameter_table(settings)]
+    shown += [*overhead, tables.method_table(), tables.hyperparameter_table(settings)]
+    shown += shift.shift_tables(every_run)
     print('', *(report.markdown(table, 'text') for table in shown), sep='\n')
     shown.append(tables.run_table(every_run))
     report.write(os.path.join(out, 'tables.md'), '\n'.join(map(report.markdown, shown)))

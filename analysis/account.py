@@ -12,12 +12,10 @@ from pathlib import Path
 
 from analysis import csv_files, shift
 from analysis.tables import SYMBOLS, lrs_rows
-from model import ALL, SUBSETS
 from oec.common import check, program, write_atomic
 
 HERE = Path(__file__).resolve().parent.parent
 PUBLISHED = HERE / 'results' / 'published_here'
-ROUNDED = {some: f', {some.replace(",", " and ")} alone' for some in SUBSETS} | {'none': ' in fp32', ALL: ''}
 WORDS = {'lr': 'lr {}', 'size': '{}', 'mu_shift': 'norm {:,}', 'step': 'steps {0[0]:,} to {0[1]:,}'}
 HEADERS = SYMBOLS | {'excess': 'loss lost', 'rounding_loss': 'rounding loss', 'noise': 'lost / noise'}
 WHOLE = ',.0f'  # the format of numbers that are shown without their seeds
@@ -91,7 +89,7 @@ def read(csv):
     rows = curves if csv.endswith('curves') else shift.shifted(runs) if runs.mu_shift.any() else runs
     if 'excess' in rows:
         rows['noise'] = (rows.excess / shift.rounding_noise(rows.offset)).where(rows.offset >= 256)
-    return rows.assign(label=rows.method.map(csv_files.variant) + rows.rounded.map(ROUNDED))
+    return rows.assign(label=shift.labels(rows))
 
 
 def cell(column, form, csv, **where):

@@ -29,7 +29,7 @@ SETTINGS = ['method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'mu_shift', '
             'init_from']
 KEY = ['variant', 'size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'rounded', 'init_from']  # of one run
 DEFAULTS = {'mu_shift': 0.0, 'seed': 0.0, 'rounded': ALL}  # what an empty cell means
-CURVE = 'step loss lr_step lr_sum mu_norm logit_mean logit_mean_spread logit_absmax gradient_sum'.split()
+CURVE = 'step loss lr_step mu_norm logit_mean logit_mean_spread logit_absmax gradient_sum'.split()
 SPREAD = ['quantity', *measure.SUMMARY]
 PUBLISHED = {'16M': (10.83, 15572480), '29M': (10.83, 28638560), '57M': (10.83, 57338400),
              '109M': (10.83, 108404800), '221M': (10.85, 220810720)}  # loss at initialisation, parameters
@@ -74,15 +74,13 @@ def run_state(path):
 
 
 def print_states(states):
-    """How many runs are in which state, how far each running one is, and which have failed."""
+    """How many runs are in which state, and which ones are running or have failed."""
     found = list(states.values())
     counts = [f'{found.count(state)} {state}' for state in ('done', 'running', 'failed', 'waiting')]
     print(f'{len(states)} runs: {", ".join(counts)}', flush=True)
     for path, state in states.items():
-        if state == 'running':
-            print(f'  running: {path}, at step {max((entry["step"] for entry in read_log(path)), default=0)}')
-        elif state == 'failed':
-            print(f'  failed: {path}, see {path.parent / "logs" / path.name}.log')
+        if state in ('running', 'failed'):
+            print(f'  {state}: {path}, see {path.parent / "logs" / path.name}.log')
 
 
 def read_log(path):
@@ -104,15 +102,11 @@ def read_log(path):
 
 def training_curve(path):
     """
-    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame of the columns CURVE: the
-    learning rate as lr_step, and lr_sum, the sum of the learning rates so far, linear between log lines.
+    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame of the columns CURVE, in
+    which lr_step is the learning rate.
     """
     log = pd.DataFrame([entry for entry in read_log(path) if 'lr' in entry]).rename(columns={'lr': 'lr_step'})
-    if log.empty:
-        return log.reindex(columns=CURVE)
-    mean_lr = (log.lr_step + log.lr_step.shift(fill_value=log.lr_step[0])) / 2
-    log['lr_sum'] = (log.step.diff().fillna(log.step[0]) * mean_lr).cumsum()
-    every = math.ceil(len(log) / CURVE_POINTS)
+    every = max(1, math.ceil(len(log) / CURVE_POINTS))
     return log.reindex(columns=CURVE)[::-1][::every][::-1]  # the last line is always there
 
 

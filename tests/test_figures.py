@@ -12,9 +12,9 @@ from analysis import plots, shift, theory
 def test_the_figure_of_a_shift_has_the_papers_baselines_and_ours_on_one_plane(size):
     """Ours by the norm that was added, whatever is left of it in the end, and by the mean logit."""
     published = shift.published_baselines()
-    rows = pd.DataFrame({'method': 'baseline', 'full_name': ['baseline'] * 2 + ['baseline in fp32'],
+    rows = pd.DataFrame({'method': 'baseline', 'label': ['baseline'] * 2 + ['baseline in fp32'],
                          'mu_shift': [300, 1000, 500], 'offset': [90, 800, 60], 'excess': [0.1, 2.0, 0.0]})
-    rows = pd.concat([rows, rows[:2].assign(method='mu_centering', full_name='μ-centering', excess=0.01)])
+    rows = pd.concat([rows, rows[:2].assign(method='mu_centering', label='μ-centering', excess=0.01)])
     rows = rows.assign(size=size, mu_norm=7, lam=math.nan, center_every=math.nan)
     columns = ('mu_shift', 'mu_norm'), ('offset', 'offset')
     for ax, (ours, theirs) in zip(plots.rounding(rows).axes, columns, strict=True):
