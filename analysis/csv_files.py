@@ -2,7 +2,6 @@
 Run folders, their logs, and the csv files that every table and figure is made from: results.csv has one line
 per run, curves.csv the logs, distributions.csv the summaries of what has a distribution.
 """
-import fcntl
 import json
 import math
 from pathlib import Path
@@ -60,27 +59,19 @@ def run_states(folders):
 
 
 def run_state(path):
-    """'done', 'running' (a process holds its lock), 'failed' (its sweep says so) or 'waiting'."""
+    """'done', 'failed' (its sweep says so) or 'unfinished'."""
     if (path / 'result.json').exists():
         return 'done'
-    try:
-        with open(path / '.lock') as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        pass
-    except BlockingIOError:
-        return 'running'
-    return 'failed' if (path.parent / 'logs' / f'{path.name}.failed').exists() else 'waiting'
+    return 'failed' if (path.parent / 'logs' / f'{path.name}.failed').exists() else 'unfinished'
 
 
 def print_states(states):
-    """How many runs are in which state, and which ones are running or have failed."""
+    """How many runs are in which state, and which ones have failed."""
     found = list(states.values())
-    counts = [f'{found.count(state)} {state}' for state in ('done', 'running', 'failed', 'waiting')]
+    counts = [f'{found.count(state)} {state}' for state in ('done', 'failed', 'unfinished')]
     print(f'{len(states)} runs: {", ".join(counts)}', flush=True)
-    for path, state in states.items():
-        if state in ('running', 'failed'):
-            print(f'  {state}: {path}, see {path.parent / "logs" / path.name}.log')
+    for path in (path for path, state in states.items() if state == 'failed'):
+        print(f'  failed: {path}, see {path.parent / "logs" / path.name}.log')
 
 
 def read_log(path):
@@ -173,7 +164,7 @@ def write_csv(path, rows, float_format=None):
 def read_csv(path, required, columns):
     """These columns of a csv, as `parse` returns them. UserError if it is not such a csv."""
     try:
-        cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig').fillna('')
+        cells = pd.read_csv(path, dtype=str, keep_default_na=False).fillna('')
     except Exception as error:  # of any kind, since the file may hold anything
         raise UserError(f'{path}: not readable as csv ({error})') from error
     missing = ', '.join(column for column in required if column not in cells)

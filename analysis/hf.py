@@ -131,13 +131,10 @@ def read_windows(tokenizer, pattern, length, n):
     standard library). A text shorter than a window is one window.
     """
     tokens, wanted = [], n * (length + 1)
-    try:
-        for text in sources.local_texts(pattern) if pattern else sources.stdlib_texts():
-            tokens += tokenizer(text)['input_ids']
-            if len(tokens) >= wanted:
-                break
-    except UserError as error:
-        raise UserError(str(error).replace('--files', '--text'), error.status) from error
+    for text in sources.local_texts(pattern, '--text') if pattern else sources.stdlib_texts():
+        tokens += tokenizer(text)['input_ids']
+        if len(tokens) >= wanted:
+            break
     check(len(tokens) > 1, f'--text={pattern}: the text has fewer than two tokens')
     length = min(length, len(tokens) - 1)
     n = min(n, len(tokens) // (length + 1))
@@ -154,17 +151,14 @@ def text_facts(model, E, mu, windows, config):
     losses, n = [], windows[:, 1:].numel()
 
     def batches():
-        with tqdm(total=n, unit='positions', mininterval=1, disable=None) as bar:
-            for batch in windows.split(max(1, 4096 // windows.size(1))):
-                batch = batch.to(E.device)
-                h, targets = final_states(model, batch[:, :-1]), batch[:, 1:].flatten()
-                losses.append(chunked_head(h, centered, targets, config, with_stats=False)[0].item())
-                yield h, targets
-                bar.update(len(h))
+        for batch in tqdm(windows.split(max(1, 4096 // windows.size(1))), unit='batches', disable=None):
+            batch = batch.to(E.device)
+            h, targets = final_states(model, batch[:, :-1]), batch[:, 1:].flatten()
+            losses.append(chunked_head(h, centered, targets, config, with_stats=False)[0].item())
+            yield h, targets
     values = statistics(batches(), E, config, mu)
-    loss = values['loss'].double().mean().item()
-    facts = {'positions': n, 'bf16': loss, 'cost': values['rounding_loss'].double().mean().item()}
-    facts['fp32'] = loss - facts['cost']
+    loss, cost = (values[name].double().mean().item() for name in ('loss', 'rounding_loss'))
+    facts = {'positions': n, 'bf16': loss, 'cost': cost, 'fp32': loss - cost}
     if config.head_mode != 'soft_capping':
         facts |= {'bf16_centered': sum(losses) / n, 'cost_centered': sum(losses) / n - facts['fp32']}
     return facts, values

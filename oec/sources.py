@@ -198,11 +198,11 @@ def check_rows(rows, path, row=0):
             row += 1
 
 
-def local_texts(pattern):
-    """The texts of the files that match a glob, sorted by their names."""
+def local_texts(pattern, flag='--files'):
+    """The texts of the files that match the glob that a flag has, sorted by their names."""
     paths = sorted(glob.glob(pattern))
     endings = ' '.join(sorted({os.path.splitext(path)[1] or path for path in paths}))
-    check(endings in ('.txt', '.jsonl', '.parquet'), f'--files={pattern}: should match files of one kind, '
+    check(endings in ('.txt', '.jsonl', '.parquet'), f'{flag}={pattern}: should match files of one kind, '
           f'.txt, .jsonl or .parquet, matches {endings or "none; it may hold *, ? and [], no braces"}')
     for path in paths:
         yield from check_rows(file_rows(path), path)
