@@ -20,8 +20,6 @@ PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'ben
 
 # Flags -> what the line must contain. {bad} is the folder that the fixture `bad` makes.
 FLAGS = {'train': '''
-    --method=mu_los -> --method, mu_loss
-    --lr=fast -> --lr, a number above 0, 'fast'
     --lr=1e33 -> --lr, 1e+32
     --method=weight_decay --lam=2 -> --lam=2, at most 1
     --cap=5 -> --cap, soft_capping
@@ -41,7 +39,6 @@ FLAGS = {'train': '''
     --eval_tokens=5 -> --eval_tokens, --block_size=32
     --threads=1e9 -> --threads
     --dtype=float64 --logits_dtype=bfloat16 -> --dtype=float64, --logits_dtype=bfloat16
-    --stepz=5 -> --stepz
     --wandb -> --wandb
     --data=/nowhere -> /nowhere, prepare_fineweb.py
     --out=/dev/null/x -> /dev/null/x

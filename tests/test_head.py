@@ -1,6 +1,5 @@
 """The two heads: what is rounded where, whether compiled or not; chunks; the statistics of each position."""
 import contextlib
-import math
 
 import pytest
 import torch
@@ -102,28 +101,6 @@ def test_the_gradient_of_logits_in_fp32_is_not_rounded(dtype, head):
                                       strict=True):
         once = BF16_UNIT * right.abs() if dtype == 'bfloat16' else 0
         assert ((gradient - right).abs() <= once + 1e-5 * bound).all()
-
-
-@both_heads
-@pytest.mark.parametrize('dtype, logits_dtype, probability', [
-    ('float32', 'float32', 0.142), ('float32', 'bfloat16', 0.091),
-    ('bfloat16', 'bfloat16', 0.091), ('bfloat16', 'float32', 0.142)])
-def test_the_example_of_the_introduction(dtype, logits_dtype, probability, head):
-    """A logit of 128.5 among ten of 128 becomes 128 in bf16: the probability 0.142 becomes 0.091."""
-    h, E = torch.tensor([[128.0, 1.0]]), torch.tensor([[1.0, 0.5]] + [[1.0, 0.0]] * 10)
-    config, target = GPTConfig(dtype=dtype, logits_dtype=logits_dtype), torch.tensor([0])
-    loss, _ = head(h.requires_grad_(), E, target, config)
-    assert abs(math.exp(-loss.item()) - probability) < 5e-4
-
-
-def test_bf16_logits_are_capped_in_fp32_and_rounded_once_more():
-    g = generator(0)
-    logits = (30 * torch.randn(64, 100, generator=g)).bfloat16()
-    targets = torch.randint(100, (64,), generator=g)
-    config = GPTConfig(head_mode='soft_capping', cap=9.0, logits_dtype='bfloat16')
-    capped = (9 * torch.tanh(logits.float() / 9)).bfloat16().double()
-    found = logits_to_loss(logits, targets, config)[1]['loss'].double()
-    close(found, F.cross_entropy(capped, targets, reduction='none'), rtol=1e-5, atol=1e-5)
 
 
 def assert_compiling_keeps_every_rounding(head, config, n, device):
