@@ -103,6 +103,16 @@ def test_the_gradient_of_logits_in_fp32_is_not_rounded(dtype, head):
         assert ((gradient - right).abs() <= once + 1e-5 * bound).all()
 
 
+def test_bf16_logits_are_capped_in_fp32_and_rounded_once_more():
+    g = generator(0)
+    logits = (30 * torch.randn(64, 100, generator=g)).bfloat16()
+    targets = torch.randint(100, (64,), generator=g)
+    config = GPTConfig(head_mode='soft_capping', cap=9.0, logits_dtype='bfloat16')
+    capped = (9 * torch.tanh(logits.float() / 9)).bfloat16().double()
+    found = logits_to_loss(logits, targets, config)[1]['loss'].double()
+    close(found, F.cross_entropy(capped, targets, reduction='none'), rtol=1e-5, atol=1e-5)
+
+
 def assert_compiling_keeps_every_rounding(head, config, n, device):
     """A compiler that fuses a cast down with the cast up again would undo what the paper studies."""
     g, V = generator(0), config.vocab_size

@@ -7,7 +7,7 @@ import torch
 
 import train
 from analysis import paper
-from model import METHODS, ON_WEIGHTS
+from model import METHODS, ON_WEIGHTS, GPTConfig, embeddings_to_loss
 from oec import data
 from oec.common import write_json
 from runs import assert_same
@@ -32,8 +32,8 @@ def test_defaults_are_appendix_a(tmp_path):
     for method, lam in (('weight_decay', 1e-4), ('z_loss', 1e-4), ('mu_loss', 1e-4),
                         ('max_z_loss', 2e-4), ('cosine_reg', 1.0)):  # Baichuan 2, Gao et al.
         assert settled(tmp_path, f'--method={method}').lam == lam
-    without = settled(tmp_path, '--lam=7')  # a method that has none
-    assert without.lam is None and train.run_name(without) == train.run_name(args)
+    assert settled(tmp_path, '--lam=7').lam is None  # of a method that has none, and in no name
+    assert train.run_name(train.parser().parse_args(['--lam=7'])) == train.run_name(args)
     assert [m for m in METHODS if settled(tmp_path, f'--method={m}').center_every] == ['mu_centering']
 
 
@@ -95,6 +95,13 @@ def test_adam_makes_no_step_once_a_gradient_is_not_finite(method, center_every):
                     close(its_E, E, rtol=1e-14, atol=1e-14)
                 assert torch.isfinite(its_E).all()
             assert step >= bad or not torch.equal(its_E, E)
+
+
+def test_a_diverged_E_raises_nothing_and_is_seen_by_its_gradient():
+    """spectrum_control takes eigenvalues, which LAPACK refuses to find for what is not finite."""
+    huge = torch.full((90, 8), 1e30, requires_grad=True)
+    penalty = embeddings_to_loss(huge, GPTConfig(head_mode='spectrum_control', lam=1.0))
+    assert not torch.isfinite(torch.autograd.grad(penalty, huge)[0]).all()
 
 
 @pytest.mark.parametrize('method', METHODS)

@@ -109,8 +109,7 @@ def test_compile_gives_the_same_losses(trained):
 @pytest.mark.parametrize('lr, method, dtype', [
     ('1e30', 'baseline', 'float32'), ('1e32', 'mu_centering', 'float32'),
     ('1e30', 'weight_decay', 'bfloat16'), ('1e32', 'coupled_adam', 'float32'),
-    ('1e10', 'soft_capping', 'float32'), ('1e32', 'z_loss', 'float64'),
-    ('1e32', 'spectrum_control', 'float32')])  # LAPACK finds no eigenvalues of what is not finite
+    ('1e10', 'soft_capping', 'float32'), ('1e32', 'z_loss', 'float64')])
 def test_a_run_that_is_no_longer_finite_ends_with_finite_weights(trained, lr, method, dtype):
     """As far as --lr goes."""
     out = trained('run', f'--lr={lr}', f'--method={method}', f'--dtype={dtype}', f'--logits_dtype={dtype}',
