@@ -10,6 +10,7 @@ import pytest
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
 
 import prepare_fineweb
+import train
 from oec.common import UserError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -59,9 +60,18 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def swept(corpus, tmp_path_factory):
-    """One real sweep of two methods at two learning rates: .folder, .out (the runs), .results, .stdout."""
+    """
+    Two methods at two learning rates: .folder, .out (the runs), .results, .stdout. The last run is that of a
+    real sweep; the others, which would take Python seconds to start, are there before it.
+    """
     folder = links(str(tmp_path_factory.mktemp('swept') / 'checkout'))
-    done = execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='1e-2 1e-1',
-                   STEPS='60', DATA=corpus, FLAGS='--test_tokens=8192')
-    return SimpleNamespace(folder=folder, out=os.path.join(folder, 'out', 'demo'), stdout=done.stdout,
+    out = os.path.join(folder, 'out', 'demo')
+    for method, lr in (('baseline', '0.01'), ('baseline', '0.1'), ('mu_centering', '0.01')):
+        train.main(['--size=tiny', '--steps=60', '--batch_size=8', '--block_size=128', '--log_every=2',
+                    '--eval_every=0', '--test_tokens=8192', '--device=cpu', '--threads=1',
+                    '--logits_dtype=bfloat16', f'--method={method}', f'--lr={lr}', f'--data={corpus}',
+                    f'--out={out}/tiny-untied-{method}-lr{lr}-s1'])
+    done = execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='mu_centering', LRS='1e-1', STEPS='60',
+                   DATA=corpus, FLAGS='--test_tokens=8192')
+    return SimpleNamespace(folder=folder, out=out, stdout=done.stdout,
                            results=os.path.join(folder, 'results', 'demo'))

@@ -73,6 +73,12 @@ def folder_hash(folder, but=('.lock',)):
             if os.path.isfile(full) and os.path.basename(path) not in but}
 
 
+def times(folder):
+    """When everything in a folder was last written."""
+    paths = glob.glob('**', root_dir=folder, recursive=True, include_hidden=True)
+    return {path: os.lstat(os.path.join(folder, path)).st_mtime_ns for path in paths}
+
+
 def children(pid):
     """The processes that `pid` has started (Linux)."""
     with open(f'/proc/{pid}/task/{pid}/children') as file:

@@ -1,6 +1,5 @@
 """The two heads: what is rounded where, whether compiled or not; chunks; the statistics of each position."""
 import contextlib
-import math
 
 import pytest
 import torch
@@ -104,18 +103,6 @@ def test_the_gradient_of_logits_in_fp32_is_not_rounded(dtype, head):
         assert ((gradient - right).abs() <= once + 1e-5 * bound).all()
 
 
-@both_heads
-@pytest.mark.parametrize('dtype, logits_dtype, probability', [
-    ('float32', 'float32', 0.142), ('float32', 'bfloat16', 0.091),
-    ('bfloat16', 'bfloat16', 0.091), ('bfloat16', 'float32', 0.142)])
-def test_the_example_of_the_introduction(dtype, logits_dtype, probability, head):
-    """A logit of 128.5 among ten of 128 becomes 128 in bf16: the probability 0.142 becomes 0.091."""
-    h, E = torch.tensor([[128.0, 1.0]]), torch.tensor([[1.0, 0.5]] + [[1.0, 0.0]] * 10)
-    config, target = GPTConfig(dtype=dtype, logits_dtype=logits_dtype), torch.tensor([0])
-    loss, _ = head(h.requires_grad_(), E, target, config)
-    assert abs(math.exp(-loss.item()) - probability) < 5e-4
-
-
 def test_bf16_logits_are_capped_in_fp32_and_rounded_once_more():
     g = generator(0)
     logits = (30 * torch.randn(64, 100, generator=g)).bfloat16()
@@ -131,6 +118,7 @@ def assert_compiling_keeps_every_rounding(head, config, n, device):
     g, V = generator(0), config.vocab_size
     logits = (10 * torch.randn(n, V, generator=g)).to(device, getattr(torch, config.dtype))
     targets = torch.randint(V, (n,), generator=g).to(device)
+    torch.compiler.reset()  # or it would stop compiling, and say nothing, after eight of these
     compiled = head.keywords['per_chunk']
     for with_stats in (False, True):
         (expected, eager, _), (found, loss, _) = (f(logits.clone(), targets, config, with_stats)

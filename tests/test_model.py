@@ -34,7 +34,7 @@ def test_initialisation(tying):
             assert p.std().item() == pytest.approx(expected[kind], rel=5 / math.sqrt(p.numel())), name
 
 
-@pytest.mark.parametrize('size, checksum', [('tiny', -39.735), ('16M', 4907.620), ('221M', 64294.009)])
+@pytest.mark.parametrize('size, checksum', [('tiny', -39.735), ('16M', 4907.620)])
 def test_a_seed_gives_the_weights_of_the_published_runs(size, checksum):
     """Its tolerance is well above an error in the last bit of each weight, which another CPU may make."""
     torch.manual_seed(1)

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from conftest import read
+from processes import finish
+from runs import ranks
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
 
 
@@ -78,13 +80,14 @@ def split_embeddings(rank):
         close(part, (full - mu).tensor_split(2, dim)[rank])
 
 
-def process_of_two(rank, store):
+def process_of_two(argv):
     torch.set_num_threads(1)
-    dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank, world_size=2)
-    whole_and_sharded(rank)
-    split_embeddings(rank)
+    dist.init_process_group('gloo')
+    whole_and_sharded(dist.get_rank())
+    split_embeddings(dist.get_rank())
     dist.destroy_process_group()
 
 
 def test_the_readmes_lines_do_what_train_py_does_sharded_or_not(tmp_path):
-    torch.multiprocessing.spawn(process_of_two, (str(tmp_path / 'store'),), nprocs=2)
+    for started in ranks(2, [], tmp_path / 'stderr', main=process_of_two):
+        finish(started, 0)

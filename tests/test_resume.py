@@ -179,8 +179,12 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, who
         refused(lambda change=change: train.main(flags_of(corpus, out, change)), out, f'{name}=',
                 '' if name == 'data_fingerprint' else f'--{name}=')
         assert folder_hash(tmp_path) == before
+    os.unlink(out / 'config.json')
+    refused(lambda: train.main(flags_of(corpus, out, '--lr=7')), '--lr')  # which the checkpoint has too
     may_change = ('--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0', '--threads=1')
     assert train.main(flags_of(moved, out, *may_change)) == 0
+    os.truncate(out / 'result.json', 10)
+    refused(lambda: train.main(flags_of(corpus, out)), 'result.json')
 
 
 def test_what_follows_from_the_machine_stays_when_a_run_goes_on_elsewhere(corpus, tmp_path, monkeypatch):
@@ -197,13 +201,3 @@ def test_what_follows_from_the_machine_stays_when_a_run_goes_on_elsewhere(corpus
     assert train.main(flags) == 0
     config = load(tmp_path / 'run')['config']
     assert config['dtype'] == config['logits_dtype'] == 'float32' and config['eval_tokens'] < 20_000
-
-
-def test_settings_are_compared_where_config_json_is_lost_and_a_cut_result_is_not_done(corpus, tmp_path):
-    out = tmp_path / 'run'
-    stop = functools.partial(signal_at_step, signal.SIGTERM, 5)
-    finish(process(train.main, flags_of(corpus, out), prepare=stop), 143)
-    os.unlink(out / 'config.json')
-    refused(lambda: train.main([*flags_of(corpus, out), '--lr=7']), '--lr')
-    (out / 'result.json').write_text('{"method": ')
-    refused(lambda: train.main(flags_of(corpus, out)), 'result.json')

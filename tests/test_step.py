@@ -32,6 +32,8 @@ def test_defaults_are_appendix_a(tmp_path):
     for method, lam in (('weight_decay', 1e-4), ('z_loss', 1e-4), ('mu_loss', 1e-4),
                         ('max_z_loss', 2e-4), ('cosine_reg', 1.0)):  # Baichuan 2, Gao et al.
         assert settled(tmp_path, f'--method={method}').lam == lam
+    assert settled(tmp_path, '--lam=7').lam is None  # of a method that has none, and in no name
+    assert train.run_name(train.parser().parse_args(['--lam=7'])) == train.run_name(args)
     assert [m for m in METHODS if settled(tmp_path, f'--method={m}').center_every] == ['mu_centering']
 
 

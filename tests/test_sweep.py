@@ -9,7 +9,8 @@ import pytest
 
 import train
 from conftest import ENV, ROOT, execute, links
-from processes import children, folder_hash, wait_until
+from oec import common
+from processes import children, folder_hash, times, wait_until
 
 # It locks its folder and ends as train.py does, and notes each start in a file. While there is a file `hold`
 # with a number in it, runs that start after so many others wait, until a signal ends them.
@@ -51,17 +52,15 @@ class Sweep:
 
     def __init__(self, folder):
         self.cwd, self.started, self.hold = links(str(folder / 'links')), folder / 'started', folder / 'hold'
-        self.out, self.bin, plans = folder / 'o$(touch${IFS}pwned)ut', folder / 'bin', folder.parent / 'plans'
+        self.out, self.bin = folder / 'o$(touch${IFS}pwned)ut', folder / 'bin'
         self.bin.mkdir()
-        plans.mkdir(exist_ok=True)
         (folder / 'fake.py').write_text(FAKE_TRAIN.format(root=ROOT, folder=str(folder)))
-        # the names of a plan, which take Python seconds because it imports torch, are kept for all sweeps
+        # Of a plan it keeps the lines and makes names of method and learning rate: train.py would take
+        # seconds, because it imports torch.
         self.program('python', f'''case $1 in
             train.py) shift; exec {sys.executable} {folder}/fake.py "$@" ;;
             analyze.py) [ ! -e {folder}/analysis ] || {{ echo $$ >{folder}/analysis; exec sleep 60; }} ;;
-            -c) runs=$(sed 's/ --data=[^ ]*//') plan={plans}/$(echo "$runs" | cksum | tr ' ' -)
-               [ -f "$plan" ] || {{ echo "$runs" | {sys.executable} -c "$2" . >$plan.$$; mv $plan.$$ $plan; }}
-               sed "s|--out=.|--data={folder} --out=$3|" "$plan" ;;
+            -c) tee {folder}/plan | sed "s|.*--method=\\([^ ]*\\) --lr=\\([^ ]*\\).*|& --out=$3/\\1-\\2|" ;;
             esac''')
         self.env = {**ENV, 'PATH': f'{self.bin}{os.pathsep}{ENV["PATH"]}', 'OUT': str(self.out), 'JOBS': '2',
                     'DATA': str(folder), 'METHODS': 'baseline mu_centering', 'LRS': '1e-4 3e-4 1e-3 1e-2 0.1'}
@@ -70,13 +69,13 @@ class Sweep:
         (self.bin / name).write_text(f'#!/bin/sh\n{text}\n')
         (self.bin / name).chmod(0o755)
 
-    def start(self, **env):
+    def start(self, grid='demo', **env):
         pipe, env = subprocess.PIPE, {**self.env, **env}
-        return subprocess.Popen(['bash', 'sweep.sh', 'demo'], cwd=self.cwd, env=env, stdout=pipe, stderr=pipe,
-                                text=True, start_new_session=True)
+        return subprocess.Popen(['bash', 'sweep.sh', *grid.split()], cwd=self.cwd, env=env, stdout=pipe,
+                                stderr=pipe, text=True, start_new_session=True)
 
-    def run(self, status=0, **env):
-        return end(self.start(**env), status)
+    def run(self, status=0, grid='demo', **env):
+        return end(self.start(grid, **env), status)
 
     def start_and_hold(self, **env):
         """A sweep of which two runs are done and two wait."""
@@ -109,24 +108,30 @@ def fake(tmp_path):
     return Sweep(tmp_path)
 
 
-def test_the_grids_have_the_names_and_flags_of_train(tmp_path):
-    folder, runs = links(str(tmp_path / 'checkout')), {}
-    for name in ('paper', 'ablation', 'demo', 'proxy', 'shift', '16M'):
-        grid, env = ('shift', {'SIZES': name}) if name == '16M' else (name, {})
-        done = execute('bash', 'sweep.sh', grid, cwd=folder, DRY_RUN='1', NPROC='4', **env)
-        lines = [line.split() for line in done.stdout.splitlines()]
-        assert all(line[:4] == 'torchrun --standalone --nproc_per_node=4 train.py'.split() for line in lines)
-        runs[name] = [train.parser().parse_args(line[4:]) for line in lines]
-        folders = [f'out/{grid}/{train.run_name(args)}' for args in runs[name]]
-        assert [args.out for args in runs[name]] == folders and len(set(folders)) == len(folders)
-    assert len(runs['paper']) == 6 * 7 * 5 * 2  # the paper's grid
-    assert {args.lam for args in runs['paper']} == {None}  # the method's own
-    assert {args.lam for args in runs['ablation']} == {1e-7, 1e-4, 1e-1, 1e2}
-    shared = execute('bash', 'sweep.sh', cwd=folder, DRY_RUN='1', JOBS='2', CUDA_VISIBLE_DEVICES='0,1,2,3',
-                     FLAGS='--center_every=1  --beta2=0.99')
-    assert shared.stdout.startswith('torchrun --standalone --nproc_per_node=2 ')
-    assert shared.stdout.count(' --center_every=1 --beta2=0.99 --out=out/paper/') == 420
+def test_a_dry_run_prints_the_papers_grid_with_the_names_of_train(tmp_path):
+    folder = links(str(tmp_path / 'checkout'))
+    done = execute('bash', 'sweep.sh', cwd=folder, DRY_RUN='1', JOBS='2', CUDA_VISIBLE_DEVICES='0,1,2,3',
+                   FLAGS='--center_every=1  --beta2=0.99')
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert all(line[:4] == 'torchrun --standalone --nproc_per_node=2 train.py'.split() for line in lines)
+    runs = [train.parser().parse_args(line[4:]) for line in lines]
+    assert {(args.center_every, args.beta2, args.lam) for args in runs} == {(1, 0.99, None)}
+    assert [args.out for args in runs] == [f'out/paper/{train.run_name(args)}' for args in runs]
+    assert len({args.out for args in runs}) == len(runs) == 6 * 7 * 5 * 2
     assert os.listdir(tmp_path) == ['checkout'] and not os.path.exists(os.path.join(folder, 'out'))
+
+
+@pytest.mark.parametrize('grid, size', [('ablation', ''), ('demo', ''), ('proxy', ''), ('shift', ''),
+                                        ('shift', '16M')])
+def test_the_flags_of_a_grid_are_those_of_train(fake, tmp_path, grid, size):
+    out, _ = fake.run(grid=grid, SIZES=size, METHODS='', LRS='', NPROC='4', DRY_RUN='1')
+    assert out.startswith('torchrun --standalone --nproc_per_node=4 train.py --size=')
+    runs = {}
+    for line in (tmp_path / 'plan').read_text().splitlines():
+        args = train.parser().parse_args(line.split())
+        assert runs.setdefault(train.run_name(args), args) == args  # of one name only if they are the same
+    if grid == 'ablation':
+        assert {args.lam for args in runs.values()} == {1e-7, 1e-4, 1e-1, 1e2}
 
 
 def test_each_of_several_jobs_has_its_own_gpus(fake, tmp_path):
@@ -179,7 +184,7 @@ def test_a_signal_to_a_sweep_saves_all_its_runs(fake, nproc):
 
 def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
     """One that was stopped, or that another sweep is at work on, did not fail."""
-    broken = 'tiny-untied-mu_centering-lr0.001-s1'
+    broken = 'mu_centering-1e-3'
     fake.program('torchrun', 'shift 2\npython "$@" || exit 1')  # it ends with 1 however its processes end
     cases = [('1', 143, 'oh no'), ('1', 130, 'oh no'), ('1', 3, 'oh no'), ('2', 143, 'stopped by a signal'),
              ('2', 3, 'another process is at work'), ('2', 2, 'oh no'), ('1', 1, 'oh no')]
@@ -201,11 +206,12 @@ def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
 
 
 def test_a_run_that_is_done_with_other_settings_is_named_and_left_alone(fake):
-    """It is done by a line of DRY_RUN=1, as in a SLURM array."""
-    one, run = dict(METHODS='baseline', LRS='1e-2'), fake.out / 'tiny-untied-baseline-lr0.01-s1'
+    """It is done by a line of DRY_RUN=1, as in a SLURM array. Of runs of one name only the first is made."""
+    one, run = dict(METHODS='baseline', LRS='1e-2', LAMS='3 4'), fake.out / 'baseline-1e-2'
     task = dict(cwd=fake.cwd, env={**fake.env, 'LINE': fake.run(DRY_RUN='1', **one)[0]})
     subprocess.run(['sh', '-c', '$(echo "$LINE")'], check=True, **task)
     before = folder_hash(run)
+    assert '--lam=3' in common.read_json(run / 'result.json')['argv']
     for env, left, status in ((one, 1, 0), (one, 0, 0), ({**one, 'STEPS': '7'}, 1, 1), (one, 0, 0)):
         out, error = fake.run(status=status, **env)
         assert out.startswith(f'{left} of 1 runs') and folder_hash(run) == before
@@ -220,11 +226,23 @@ def test_a_signal_ends_the_analysis(fake, tmp_path):
     assert 'resumes' in end(started, 143)[1]
 
 
-@pytest.mark.parametrize('variable', ['METHOD=z_loss', 'JOB=', 'NPROCS=2', 'DRYRUN=1', 'DATA=a b', 'OUT=a b'])
-def test_a_misspelt_variable_or_a_space_in_a_path_is_refused(variable, tmp_path):
-    name, value = variable.split('=')
-    done = execute('bash', 'sweep.sh', 'demo', check=2, cwd=links(str(tmp_path)), **{name: value})
-    assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1 and name in done.stderr
+@pytest.mark.parametrize('wrong', [
+    'METHOD=z_loss', 'JOB=', 'NPROCS=2', 'DRYRUN=1', 'METHODS= ', 'TYING=Tied', 'JOBS=a[$(touch pwned)]',
+    'NPROC=-1', 'DATA=a b', 'DATA=/nowhere', 'OUT=a b', 'OUT=/dev/null/x', 'grid=none', 'grid=demo demo'])
+def test_a_grid_or_a_variable_that_is_none_is_refused_with_one_line(fake, wrong):
+    name, value = wrong.split('=')
+    before = times(fake.cwd)
+    _, error = fake.run(status=2, **{name: value})
+    assert error.startswith('error: ') and error.count('\n') == 1 and name in error
+    assert times(fake.cwd) == before and not fake.started.exists()
+
+
+def test_what_train_refuses_is_one_line_and_a_variable_no_pattern_nor_code(tmp_path):
+    folder = links(str(tmp_path / 'checkout'))
+    before = times(folder)
+    done = execute('bash', 'sweep.sh', cwd=folder, check=2, METHODS='* $(touch${IFS}pwned)')
+    assert done.stderr.startswith('error: argument --method: ') and done.stderr.count('\n') == 1
+    assert "'*'" in done.stderr and times(folder) == before
 
 
 @pytest.mark.parametrize('minutes', [10, -10])

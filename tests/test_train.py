@@ -140,27 +140,23 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_time_left_is_that_of_the_steps_left(trained, clock, capsys):
-    out = trained('run', '--steps=60', '--log_every=20', '--eval_every=10')
-    assert re.findall(r'([0-9]+:[0-9:]+) left', capsys.readouterr().out) == [
-        '1:38:20', '1:06:40', '0:33:20', '0:00:00']
-    result = result_of(out)
-    assert result['tokens_per_second'] == 4 * 32 / 100 and result['train_seconds'] == 60 * 100 + 7 * 10_000
-
-
-def test_a_run_that_stops_between_log_lines_keeps_its_seconds(trained, clock, monkeypatch):
-    flags = ('--steps=60', '--log_every=20', '--eval_every=0')
+def test_the_time_left_is_that_of_the_steps_left_and_a_run_that_stops_keeps_its_seconds(
+        trained, clock, monkeypatch, capsys):
+    """It stops between log lines."""
+    flags = ('--steps=60', '--log_every=20', '--eval_every=10')
     with monkeypatch.context() as patch:
         patch.setattr(train, 'train_step', train.train_step)  # restored at the end
         signal_at_step(signal.SIGTERM, 25)
         out = trained('run', *flags, status=143)
     assert load(out, 'ckpt.pt')['so_far']['step_seconds'] == 2500
     assert trained('run', *flags) == out
+    left = re.findall(r'([0-9]+:[0-9:]+) left', capsys.readouterr().out)
+    assert left == ['1:38:20', '1:06:40', '0:33:20', '0:00:00']
     with open(f'{out}/log.jsonl') as file:
         rates = [entry['tokens_per_second'] for entry in map(json.loads, file) if 'loss' in entry]
     result = result_of(out)
     assert rates == [4 * 32 / 100] * 4 and result['tokens_per_second'] == 4 * 32 / 100
-    assert result['train_seconds'] == 60 * 100 + 2 * 10_000  # at step 0 and at the end
+    assert result['train_seconds'] == 60 * 100 + 7 * 10_000
 
 
 def test_steps_that_a_device_still_works_on_are_no_part_of_an_evaluation(monkeypatch):
@@ -190,14 +186,6 @@ def test_centering_beside_any_method_has_its_name_and_its_steps(trained):
         assert result_of(out)['center_every'] == every
         name = train.run_name(train.parser().parse_args(flags))
         assert ('-center' in name) == (every is not None) == (f'-center{every}-' in name)
-
-
-def test_lam_for_a_method_without_one_changes_nothing(trained):
-    with_lam, without = (trained(name, '--method=soft_capping', '--steps=3', *flags)
-                         for name, flags in (('a', ['--lam=7']), ('b', [])))
-    assert_same(load(with_lam)['model'], load(without)['model'])
-    assert load(with_lam)['config']['lam'] is None is result_of(with_lam)['lam']
-    assert len({train.run_name(train.parser().parse_args(flags)) for flags in ([], ['--lam=7'])}) == 1
 
 
 # -------- --init_from
