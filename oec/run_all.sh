@@ -40,7 +40,7 @@ slots=$([ "$JOBS" -gt 1 ] && [ "$gpus" -ge $((JOBS * NPROC)) ] && echo --process
 set -m
 {
   printf %s "$todo" | tr '\n' '\0' | xargs -0 -r -n 1 -P "$JOBS" $slots bash -fc 'run "$1"' sweep
-  exec python analyze.py "$OUT" --theory
+  exec python analyze.py "$OUT"
 } &
 group=$! stopped=
 set +m

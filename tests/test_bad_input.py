@@ -178,3 +178,11 @@ def test_a_program_ends_with_one_line_and_status_2(program, monkeypatch, capsys)
         runpy.run_module(program, run_name='__main__')
     out, error = capsys.readouterr()
     assert ended.value.code == 2 and error.startswith('error: ') and error.count('\n') == 1 and out == ''
+
+
+def test_control_c_is_one_line(capsys):
+    def main(argv):
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as ended:
+        common.program(main)
+    assert ended.value.code == 130 and capsys.readouterr().err == 'error: interrupted\n'
