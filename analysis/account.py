@@ -56,6 +56,9 @@ TABLES = {
             lines('shift_16M/results', 'baseline', mu_shift=NORMS) +
             lines('shift_16M/results', 'baseline in fp32', mu_shift=NORMS[-2:]),
             columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
+        'roundings_16M': (
+            lines('shift_16M/results', *PARTS, 'baseline, logits and gradient alone', 'baseline', mu_shift=[331]),
+            columns('.2f', 'loss', 'excess', 'rounding_loss') + columns(WHOLE, 'offset')),
         'roundings': (
             lines('shift/results', *PARTS, 'baseline', *OURS, 'z-loss', 'z-loss in fp32'),
             columns('.3f', 'loss', mu_shift=(300, 1000)) + columns(WHOLE, 'offset', mu_shift=(300, 1000))),
@@ -75,9 +78,11 @@ TABLES = {
             lines('proxy/results', *BOTH, whose='ours: ', lr=LRS) +
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
             columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
-        'large_batches': (lines(*NATURAL, mu_shift=[0]),
-                          columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (901, 1000)]) +
-                          columns('.3f', 'loss', step=[(201, 250), (901, 1000)]))}}
+        'batches': (
+            [line for n in (8192, 65536)
+             for line in lines(f'batch/{n}/curves', 'baseline', whose=f'{n:,} tokens a step: ', mu_shift=[187])],
+            columns(WHOLE, 'logit_mean', step=[(91, 110), (171, 190), (231, 250)]) +
+            columns(WHOLE, 'offset', step=[(231, 250)]) + columns('.2f', 'loss', step=[(251, 300)]))}}
 
 
 @functools.cache
