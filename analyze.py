@@ -22,10 +22,7 @@ from oec.common import UserError, check, lock_folder, number, parse_args, progra
 
 
 def collect(runs, out, notes):
-    """
-    Rows of csv_files.results -> what csv_files.read makes of the csv files, which this writes into the folder
-    `out`. A run whose model is damaged is left out and named in `notes`.
-    """
+    """Rows of csv_files.results -> what csv_files.read returns; writes it to `out`, and damage to `notes`."""
     work = runs.n_params.where([measure.kept(path.parent) is None for path in runs.index], 0)
     rows, curves, spread, settings, start = [], [], [], {}, time.monotonic()
     for i, (path, row) in enumerate(runs.iterrows()):
@@ -120,19 +117,18 @@ def main(argv=None):
     out = args.out or os.path.join('results', source.resolve().name)
 
     # what is made of it
-    shown, settings, sentence = [], {}, ''
+    shown, settings = [], {}
     with lock_folder(out, wait=True):
         found = collect(runs, out, notes) if args.runs else found
         if found:
             runs, curves, spread, settings = found
             lrs, shown, left_out = make_tables(runs, settings, out)
             shown = [shown.pop(), *plots.draw(runs, lrs, curves, spread, method, out), *shown]  # runs first
-            sentence, notes = shift.sentence(runs), notes + left_out
+            notes += left_out
         if args.theory:
             shown += theory.draw_theory(out)
-        report.write_report(out, shown, notes, runs, settings, sentence)
-    wrote = f'wrote {out}; open {os.path.join(out, "report.html")} in a browser'
-    print(*filter(None, [*notes, wrote, sentence]), sep='\n')
+        report.write_report(out, shown, notes, runs, settings)
+    print(*notes, f'wrote {out}; open {os.path.join(out, "report.html")} in a browser', sep='\n')
     return 0
 
 

@@ -169,10 +169,7 @@ def shard_path(args, i):
 
 
 def stored_meta(args, settings, fresh):
-    """
-    The meta.json of --out, or `fresh` where no shard is finished. Raises UserError where it was made with
-    other settings, is damaged, or does not fit the shards.
-    """
+    """The meta.json of --out, or `fresh` without a shard. UserError if it does not fit the shards."""
     path = os.path.join(args.out, 'meta.json')
     if not os.path.exists(path):
         check(not glob.glob(os.path.join(glob.escape(args.out), '*.bin')),

@@ -75,10 +75,7 @@ def print_states(states):
 
 
 def read_log(path):
-    """
-    The lines of a run's log as dicts. What follows the last line break is half a line, and is left out; a
-    damaged line before that is left out too, and named.
-    """
+    """The whole lines of a run's log as dicts; a damaged one is left out, and named."""
     log, entries = path / 'log.jsonl', []
     whole = log.read_text(errors='replace').rpartition('\n')[0] if log.exists() else ''
     for i, line in enumerate(whole.splitlines(), 1):
@@ -92,10 +89,7 @@ def read_log(path):
 
 
 def training_curve(path):
-    """
-    The training lines of a run's log, at most CURVE_POINTS of them, as a DataFrame of the columns CURVE, in
-    which lr_step is the learning rate.
-    """
+    """The training lines of a run's log, at most CURVE_POINTS: columns CURVE; lr_step is their rate."""
     log = pd.DataFrame([entry for entry in read_log(path) if 'lr' in entry]).rename(columns={'lr': 'lr_step'})
     every = max(1, math.ceil(len(log) / CURVE_POINTS))
     return log.reindex(columns=CURVE)[::-1][::every][::-1]  # the last line is always there
@@ -127,8 +121,7 @@ def diverged(curve, test_loss, init_loss):
 def results(folders):
     """
     Finished runs -> (a row each of what result.json says, indexed by its path; a line on each that is left
-    out, since a file is damaged or has gone). UserError if nothing is left, a cell is wrong or a run is there
-    twice.
+    out, since a file is damaged or gone). UserError if none is left, a cell is wrong or a run is there twice.
     """
     rows, bad = {}, []
     for folder in folders:

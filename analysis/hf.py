@@ -68,10 +68,7 @@ def final_states(model, tokens):
 
 @torch.no_grad()
 def head_config(path, model):
-    """
-    The GPTConfig whose head computes the model's logits from its final hidden states. UserError if something
-    else stands between the two, such as a scale.
-    """
+    """The GPTConfig whose head gives the model's logits. UserError if more is in between, such as a scale."""
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     E = model.get_output_embeddings().weight
     tokens = torch.arange(min(16, len(E)), device=E.device)[None]
@@ -126,10 +123,7 @@ def embedding_facts(E, mu):
 
 
 def read_windows(tokenizer, pattern, length, n):
-    """
-    Up to n windows (n, length + 1) of tokens of the text that `pattern` names (None: the source of Python's
-    standard library). A text shorter than a window is one window.
-    """
+    """Up to n windows (n, length + 1) of tokens of the text that `pattern` names, a short one as one."""
     tokens, wanted = [], n * (length + 1)
     for text in sources.local_texts(pattern, '--text') if pattern else sources.stdlib_texts():
         tokens += tokenizer(text)['input_ids']

@@ -43,9 +43,8 @@ def of_the_logits(h, E, targets, config):
 
 def of_centering(h, E, mu, norm, norm_star):
     """
-    Exact logits l_i = e_i . h (n, V), and what centering, e*_i = e_i - mu, would do to them, each (n,): r_log
-    = max |l*| / max |l| (Eq. 11), r_cos, the same of the cosines, and cos_mu_h. `norm` and `norm_star` (V,)
-    are those of e_i and e*_i.
+    Exact logits l_i = e_i . h (n, V), and what centering does, each (n,): cos_mu_h, r_log = max |l*| / max
+    |l| (Eq. 11) and r_cos, the same of the cosines. `norm` and `norm_star` (V,) are those of e_i and e*_i.
     """
     logits, mu_h = h @ E.T, h @ mu
     star = logits - mu_h[:, None]
@@ -122,10 +121,7 @@ def kept(folder):
 
 
 def of_run(folder):
-    """
-    What of_model says of a finished run, over the first POSITIONS of its test text. It is kept in the run's
-    analysis.json, if that can be written.
-    """
+    """What of_model says of a finished run's first POSITIONS, kept in analysis.json where that works."""
     path, found = Path(folder, 'model.pt'), kept(folder)
     if found:
         return found

@@ -35,12 +35,12 @@ def write(path, text):
     write_atomic(path, lambda file: file.write(text), mode='w')
 
 
-def write_report(out, shown, notes, runs=None, settings=None, sentence=''):
-    """report.html in the folder `out`: a sentence, the figures and tables of `shown`, what is left out."""
+def write_report(out, shown, notes, runs=None, settings=None):
+    """report.html in the folder `out`: the figures and tables of `shown`, and what is left out."""
     def image(file):
         return base64.b64encode(Path(out, 'figures', f'{file}.png').read_bytes()).decode()
     text = Path(__file__).with_name('report_template.html').read_text(encoding='utf-8')
     template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     write(Path(out, 'report.html'), template.render(
         title=Path(out).resolve().name, runs=runs, shown=shown, settings=settings, notes=notes,
-        sentence=sentence, image=image, html=html))
+        image=image, html=html))

@@ -40,10 +40,7 @@ def shifted(runs):
 
 
 def published_baselines():
-    """
-    The baselines that the paper's authors published: mu_norm, offset and excess, the test loss
-    minus that of μ-centering at the same size and learning rate. No rows where a fork has deleted them.
-    """
+    """The authors' baselines: mu_norm, offset, excess over μ-centering. No rows where a fork deleted them."""
     path = Path(__file__).parents[1] / 'results' / 'authors' / 'results.csv'
     if not path.exists():
         return pd.DataFrame(columns=['size', 'lr', 'mu_norm', 'offset', 'excess'])
@@ -86,15 +83,3 @@ def shift_tables(runs):
                 says='A vector of this norm was added to every output embedding before training, which in '
                      'exact arithmetic changes no cross entropy (Fact 2). Mean over the seeds [lowest, '
                      'highest]; a test loss that is not finite counts as that at initialisation.')
-
-
-def sentence(runs):
-    """The test loss of each method at the largest norm that was added, or '' without such runs."""
-    lines = []
-    for (size, _, lr), rows in shifted(runs).groupby(SETTING, sort=False):
-        rows = rows[rows.rounded.isin([ALL, 'none']) & (rows.mu_shift == rows.mu_shift.max())]
-        losses = rows.groupby('label', sort=False).loss.agg(over_seeds, '.2f')
-        if len(losses):
-            lines.append(f'Test loss of {size}, lr {lr:g}, if a vector of norm {rows.mu_shift.max():g} was '
-                         f'added to all output embeddings: {", ".join(map(" ".join, losses.items()))}.')
-    return ' '.join(lines)

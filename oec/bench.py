@@ -6,8 +6,7 @@ Speed and memory of the training step with each method, or of the output head, s
 
 Contestants take turns (A B A B ...), so a machine that drifts slows all of them; a ratio is the median over
 the turns of the ratio within a turn. Milliseconds are medians, after warm-up, with the device synchronised.
-TFLOP/s count matrix products alone; the share is the part of the time that they would take at the best rate
-of a large product here.
+TFLOP/s count matrix products alone; the share is the time they would take at a large product's best rate.
 """
 import argparse
 import contextlib
@@ -35,10 +34,7 @@ torch._dynamo.config.recompile_limit = 64  # many methods and shapes in one proc
 
 
 def extra_memory(call, device):
-    """
-    Bytes that a call takes at its peak beyond what is held before it: in tensors on a GPU, of the process on
-    a CPU; nan where the system does not say.
-    """
+    """Bytes that a call takes at its peak, in tensors on a GPU, of the process on a CPU; nan if not known."""
     if device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

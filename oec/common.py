@@ -67,9 +67,8 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, whole=False):
 
 def write_atomic(path, write, mode='wb'):
     """
-    write(file) fills a temporary file beside `path`, which replaces `path` only once it is safely on disk: a
-    reader sees the old content or the new, never half. Where the disk refuses, the old file stays and
-    UserError is raised.
+    write(file) fills a temporary file, which replaces `path` once it is safely on disk: a reader sees the old
+    content or the new, never half. Raises UserError where the disk refuses; then the old file stays.
     """
     temporary = f'{path}.tmp'
     try:
@@ -107,9 +106,8 @@ def read_json(path):
 
 def lock_folder(path, wait=False):
     """
-    Makes the folder, takes it for this process and returns the open lock file: the lock goes when that is
-    closed or the process ends, however it ends. While another process has it, raises UserError (status 3) or
-    waits; UserError too where the folder cannot be made or written.
+    Makes the folder, takes it for this process and returns the open lock file: the lock ends with that.
+    Raises UserError where another process has it (status 3; or waits) or the folder cannot be written.
     """
     try:
         os.makedirs(path, exist_ok=True)
@@ -123,10 +121,7 @@ def lock_folder(path, wait=False):
 
 
 def keep_freed_memory():
-    """
-    Tells glibc to keep freed memory for the next tensor. What it returns to the system comes back as pages
-    that the kernel has to zero first: half the time of a small step on a CPU.
-    """
+    """Tells glibc to keep freed memory: zeroing new pages is half the time of a small step on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
     mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
     mallopt(-1, -1)     # M_TRIM_THRESHOLD: never
