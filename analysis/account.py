@@ -41,8 +41,8 @@ def columns(form, *names, **values):
 
 
 BOTH, OURS = ('baseline', 'μ-centering'), ('zero-sum', 'centered head')
-PARTS = 'baseline in fp32', 'baseline, operands alone', 'baseline, logits alone', 'baseline, gradient alone'
-PAIRS = ['baseline, logits and gradient alone']
+ROUNDINGS = [f'baseline{words}' for words in shift.ROUNDED.values()]  # in fp32 first, all of them last
+PARTS = ROUNDINGS[:4]
 LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 80, 187, 331, 1000)
 TABLES = {
     'README.md': {
@@ -57,7 +57,7 @@ TABLES = {
             lines('shift_16M/results', 'baseline in fp32', mu_shift=NORMS[-2:]),
             columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
         'roundings_16M': (
-            lines('shift_16M/results', *PARTS, *PAIRS, 'baseline', mu_shift=[331]),
+            lines('shift_16M/results', *ROUNDINGS, mu_shift=[331]),
             columns('.2f', 'loss', 'excess', 'rounding_loss') + columns(WHOLE, 'offset')),
         'roundings': (
             lines('shift/results', *PARTS, 'baseline', *OURS, 'z-loss', 'z-loss in fp32'),
@@ -68,8 +68,6 @@ TABLES = {
             columns(WHOLE, 'logit_mean', step=[(1, 50)]) +
             columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) +
             [('test loss', 'test_loss', '.2f', {'csv': 'push/results'})]),
-        'numerics': (lines('real_bf16', *BOTH) + lines('emulated_bf16', *BOTH, whose='emulated: '),
-                     columns('.3f', 'test_loss', mu_shift=(0, 300, 1000))),
         'comes_back': (lines('natural_bf16/curves', PARTS[0], *BOTH, OURS[0], mu_shift=[57]),
                        columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (401, 500), (7901, 8000)]) +
                        columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
