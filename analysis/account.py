@@ -77,7 +77,7 @@ TABLES = {
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
             columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
         'batches': (
-            [line for n in (8192, 65536)
+            [line for n in (8192, 65536, 262144)
              for line in lines(f'batch/{n}/curves', BOTH[0], whose=f'{n:,} tokens a step: ', mu_shift=[187])],
             columns(WHOLE, 'logit_mean', step=[(91, 110), (171, 190), (231, 250)]) +
             columns(WHOLE, 'offset', step=[(231, 250)]) + columns('.2f', 'loss', step=[(251, 300)]))}}
