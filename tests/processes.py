@@ -18,10 +18,10 @@ SERVER_ENV = {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}  
 STARTED = []
 
 
-def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=None):
+def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=()):
     """
     Starts main(argv) as a program in a process: errors go to the file `stderr`, `env` joins its environment,
-    a file takes `file_limit` bytes at most and then fails as on a full disk, `prepare` () comes first.
+    a file takes `file_limit` bytes at most, as on a full disk; prepare = (function, *its arguments) is first.
     """
     started = START.Process(target=in_process, args=(main, argv, str(stderr), env or {}, file_limit, prepare))
     with mock.patch.dict(os.environ, SERVER_ENV):  # the first call starts the server
@@ -37,7 +37,7 @@ def in_process(main, argv, stderr, env, file_limit, prepare):
     if file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     if prepare:
-        prepare()
+        prepare[0](*prepare[1:])
     sys.argv[1:] = argv
     common.program(main)
 
@@ -77,12 +77,6 @@ def times(folder):
     """When everything in a folder was last written."""
     paths = glob.glob('**', root_dir=folder, recursive=True, include_hidden=True)
     return {path: os.lstat(os.path.join(folder, path)).st_mtime_ns for path in paths}
-
-
-def children(pid):
-    """The processes that `pid` has started (Linux)."""
-    with open(f'/proc/{pid}/task/{pid}/children') as file:
-        return [int(child) for child in file.read().split()]
 
 
 def one_line(path):

@@ -1,5 +1,4 @@
 """Any number of processes makes the same run; a signal or an error in one of them concerns all."""
-import functools
 import os
 import signal
 
@@ -16,9 +15,8 @@ from runs import SMALL, assert_same, load, log_of, ranks, record, signal_at_step
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
 # that some of them have none. lam is so large that a penalty shows if it is counted once per micro-batch or
 # process.
-MESH = ('--size=tiny', '--n_layer=1', '--n_embd=16', '--block_size=16', '--batch_size=8', '--steps=5',
-        '--log_every=1', '--lr=1e-2', '--test_tokens=720', '--eval_tokens=16', '--eval_every=2',
-        '--device=cpu', '--threads=1')
+MESH = (*SMALL, '--n_embd=16', '--block_size=16', '--batch_size=8', '--steps=5', '--log_every=1', '--lr=1e-2',
+        '--test_tokens=720', '--eval_tokens=16', '--eval_every=2')
 KINDS = {'centered': ('--method=mu_centering', '--weight_tying', '--dtype=float64'),
          'regularised': ('--method=mu_loss', '--lam=1000', '--dtype=float64'),
          'low': ('--method=mu_loss', '--lam=1', '--dtype=bfloat16')}
@@ -107,8 +105,7 @@ def test_a_signal_to_one_rank_between_log_lines_stops_all_together(corpus, tmp_p
     """They agree at the next log step; torchrun resumes there, and ends with what it would have had."""
     out, other = tmp_path / 'run', tmp_path / 'other'
     flags = [*SMALL, '--steps=60', '--log_every=20', '--ckpt_every=0', f'--data={corpus}']
-    stop = functools.partial(sigterm_to_rank_1, 25)
-    for rank in ranks(2, [*flags, f'--out={out}'], tmp_path / 'stderr', prepare=stop):
+    for rank in ranks(2, [*flags, f'--out={out}'], tmp_path / 'stderr', prepare=(sigterm_to_rank_1, 25)):
         finish(rank, 143)
     assert load(out, 'ckpt.pt')['step'] == 40
     execute('torchrun', '--standalone', '--nproc_per_node=2', 'train.py', *flags, f'--out={out}')
