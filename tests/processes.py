@@ -52,7 +52,6 @@ def finish(started, status, seconds=120):
 
 
 def wait_until(condition, seconds=60):
-    """Returns once condition() holds."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() < begin + seconds
@@ -80,7 +79,6 @@ def times(folder):
 
 
 def one_line(path):
-    """The one line in a file of errors."""
     with open(path) as file:
         text = file.read()
     assert text.startswith('error: ') and text.count('\n') == 1, text

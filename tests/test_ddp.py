@@ -35,10 +35,6 @@ def meshes(corpus, tmp_path_factory):
     return found
 
 
-def seen_by(folder, world):
-    return [load(folder, f'rank{rank}.pt') for rank in range(world)]
-
-
 def global_batch(corpus, step):
     """The 8 windows (8, 17) of a step of MESH."""
     windows = data.Windows(corpus, 'train', 16, 320)
@@ -47,7 +43,7 @@ def global_batch(corpus, step):
 
 def test_any_number_of_processes_reads_the_same_batches_in_the_same_order(meshes, corpus):
     for (world, micro, _), folder in meshes.items():
-        seen = seen_by(folder, world)
+        seen = [load(folder, f'rank{rank}.pt') for rank in range(world)]
         assert all(len(part) == micro for rank in seen for step in rank['batches'] for part in step)
         for step in range(5):
             read = torch.cat([part for rank in seen for part in rank['batches'][step]])
@@ -69,7 +65,7 @@ def test_any_number_of_processes_has_the_same_losses_evaluations_and_weights(mes
 
 def test_all_ranks_have_the_same_bits_and_centered_embeddings(meshes):
     for (world, _, kind), folder in meshes.items():
-        first, *others = seen_by(folder, world)
+        first, *others = [load(folder, f'rank{rank}.pt') for rank in range(world)]
         for rank in others:
             assert_same((rank['weights'], rank['gradients']), (first['weights'], first['gradients']))
         assert_same(dict(first['weights']), dict(load(folder)['model']))
@@ -90,7 +86,7 @@ def test_any_number_of_processes_has_the_same_gradients_to_the_rounding_of_bf16(
     terms = [torch.autograd.grad(loss, list(gpt.parameters()), allow_unused=True) for loss in losses]
     terms = [[g for g in of_parameter if g is not None] for of_parameter in zip(*terms, strict=True)]
     for world, micro in [case[:2] for case in CASES if case[2] == 'low']:
-        gradients = seen_by(meshes[world, micro, 'low'], world)[0]['gradients']
+        gradients = load(meshes[world, micro, 'low'], 'rank0.pt')['gradients']
         for found, exact in zip(gradients, terms, strict=True):
             bound = 2 * 2.0 ** -8 * sum(g.abs() for g in exact).norm()
             assert (found - sum(exact)).norm() <= bound, (world, micro)
