@@ -15,7 +15,6 @@ from oec import common
 START = multiprocessing.get_context('forkserver')
 START.set_forkserver_preload(['train', 'prepare_fineweb', 'test_prepare', 'runs', 'torch._dynamo'])
 SERVER_ENV = {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}  # where it finds the above
-STARTED = []
 
 
 def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=()):
@@ -26,7 +25,6 @@ def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=()
     started = START.Process(target=in_process, args=(main, argv, str(stderr), env or {}, file_limit, prepare))
     with mock.patch.dict(os.environ, SERVER_ENV):  # the first call starts the server
         started.start()
-    STARTED.append(started)
     return started
 
 
@@ -46,7 +44,7 @@ def finish(started, status, seconds=120):
     """Waits for a process and asserts its exit status."""
     started.join(seconds)
     if started.exitcode is None:
-        for one in STARTED:  # or they would keep pytest from ending
+        for one in multiprocessing.active_children():  # or they would keep pytest from ending
             one.kill()
     assert started.exitcode == status, started.exitcode
 

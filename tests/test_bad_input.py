@@ -123,7 +123,7 @@ FILES = {
     'twice.csv': HEAD + b'\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n',
     'older_run/config.json': b'{"lr": 7}', 'other_run/config.json': b'{"format": %d, "lr": 7}' % FORMAT,
     'row.parquet': parquet(text=['x'] * 9 + [None]), 'pair.jsonl': b'{"text": "the half pair \\ud800"}\n',
-    'x.txt': b'x' * 100}
+    'x.txt': b'x' * 100, 'folder/x_train_000000.bin/x': b''}
 
 CASES = [(program, *line.split('->')) for program in FLAGS for line in FLAGS[program].strip().splitlines()]
 
@@ -145,9 +145,8 @@ def bad(corpus, tmp_path_factory):
         files[f'{name}/meta.json'] = b'{"vocab_size": 257}'
     del files['no_val/x_val_000000.bin'], files['folder/x_train_000000.bin']
     for path, content in {**files, **FILES}.items():
-        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
-    (root / 'folder' / 'x_train_000000.bin').mkdir()
     (root / 'empty').mkdir()
     return root
 

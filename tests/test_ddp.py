@@ -41,13 +41,19 @@ def global_batch(corpus, step):
     return torch.from_numpy(windows[data.batch_windows(1, step, 8, len(windows))])
 
 
-def test_any_number_of_processes_reads_the_same_batches_in_the_same_order(meshes, corpus):
-    for (world, micro, _), folder in meshes.items():
+def test_all_ranks_share_the_same_batches_in_order_and_have_the_same_bits(meshes, corpus):
+    for (world, micro, kind), folder in meshes.items():
         seen = [load(folder, f'rank{rank}.pt') for rank in range(world)]
         assert all(len(part) == micro for rank in seen for step in rank['batches'] for part in step)
         for step in range(5):
             read = torch.cat([part for rank in seen for part in rank['batches'][step]])
             assert torch.equal(read, global_batch(corpus, step)[:, :-1]), (world, micro, step)
+        first = seen[0]
+        for rank in seen[1:]:
+            assert_same((rank['weights'], rank['gradients']), (first['weights'], first['gradients']))
+        assert_same(dict(first['weights']), dict(load(folder)['model']))
+        E = first['weights']['lm_head.weight']
+        assert (E.mean(dim=0).norm() <= torch.finfo(E.dtype).eps * E.norm()) == (kind == 'centered')
 
 
 @pytest.mark.parametrize('kind', ['centered', 'regularised'])
@@ -61,16 +67,6 @@ def test_any_number_of_processes_has_the_same_losses_evaluations_and_weights(mes
             for a, b in zip(one, log_of(folder), strict=True):
                 assert a == {k: pytest.approx(v, rel=1e-12, abs=1e-12) for k, v in b.items()}
             torch.testing.assert_close(load(folder)['model'], weights, rtol=0, atol=1e-12)
-
-
-def test_all_ranks_have_the_same_bits_and_centered_embeddings(meshes):
-    for (world, _, kind), folder in meshes.items():
-        first, *others = [load(folder, f'rank{rank}.pt') for rank in range(world)]
-        for rank in others:
-            assert_same((rank['weights'], rank['gradients']), (first['weights'], first['gradients']))
-        assert_same(dict(first['weights']), dict(load(folder)['model']))
-        E = first['weights']['lm_head.weight']
-        assert (E.mean(dim=0).norm() <= torch.finfo(E.dtype).eps * E.norm()) == (kind == 'centered')
 
 
 def test_any_number_of_processes_has_the_same_gradients_to_the_rounding_of_bf16(meshes, corpus):

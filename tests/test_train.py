@@ -60,8 +60,6 @@ def test_a_run_leaves_what_the_design_says(whole):
     log, result, saved = log_of(whole), result_of(whole), load(whole)
     assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 61, 5)]
     assert [e['step'] for e in log if 'test_loss' in e] == [0, 20, 40, 60]
-    assert set(log[1]) >= set('step loss reg lr grad_norm mu_norm logit_mean logit_mean_spread logit_std '
-                              'logit_absmax logit_max gradient_sum'.split())  # and times
     assert set(result) >= set(COLUMNS.split()) and result['steps'] == 60 and result['lam'] == 1e-4
     assert result['diverged'] is None and result['diverged_step'] is None
     assert result['init_loss'] == log[0]['test_loss'] == pytest.approx(math.log(320), abs=0.3)
@@ -102,7 +100,6 @@ def test_compile_gives_the_same_losses(trained):
     ('1e30', 'weight_decay', 'bfloat16'), ('1e32', 'coupled_adam', 'float32'),
     ('1e10', 'soft_capping', 'float32'), ('1e32', 'z_loss', 'float64')])
 def test_a_run_that_is_no_longer_finite_ends_with_finite_weights(trained, lr, method, dtype):
-    """As far as --lr goes."""
     out = trained('run', f'--lr={lr}', f'--method={method}', f'--dtype={dtype}', f'--logits_dtype={dtype}',
                   '--lam=1', '--warmup=0', '--steps=30', '--log_every=10', '--keep_every=10')
     result, saved = result_of(out), load(out)
