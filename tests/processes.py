@@ -15,18 +15,16 @@ from oec import common
 START = multiprocessing.get_context('forkserver')
 START.set_forkserver_preload(['train', 'prepare_fineweb', 'test_prepare', 'runs', 'torch._dynamo'])
 SERVER_ENV = {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}  # where it finds the above
-STARTED = []
 
 
-def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=None):
+def process(main, argv, stderr=os.devnull, env=None, file_limit=None, prepare=()):
     """
     Starts main(argv) as a program in a process: errors go to the file `stderr`, `env` joins its environment,
-    a file takes `file_limit` bytes at most and then fails as on a full disk, `prepare` () comes first.
+    a file takes `file_limit` bytes at most, as on a full disk; prepare = (function, *its arguments) is first.
     """
     started = START.Process(target=in_process, args=(main, argv, str(stderr), env or {}, file_limit, prepare))
     with mock.patch.dict(os.environ, SERVER_ENV):  # the first call starts the server
         started.start()
-    STARTED.append(started)
     return started
 
 
@@ -37,7 +35,7 @@ def in_process(main, argv, stderr, env, file_limit, prepare):
     if file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     if prepare:
-        prepare()
+        prepare[0](*prepare[1:])
     sys.argv[1:] = argv
     common.program(main)
 
@@ -46,13 +44,12 @@ def finish(started, status, seconds=120):
     """Waits for a process and asserts its exit status."""
     started.join(seconds)
     if started.exitcode is None:
-        for one in STARTED:  # or they would keep pytest from ending
+        for one in multiprocessing.active_children():  # or they would keep pytest from ending
             one.kill()
     assert started.exitcode == status, started.exitcode
 
 
 def wait_until(condition, seconds=60):
-    """Returns once condition() holds."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() < begin + seconds
@@ -79,14 +76,7 @@ def times(folder):
     return {path: os.lstat(os.path.join(folder, path)).st_mtime_ns for path in paths}
 
 
-def children(pid):
-    """The processes that `pid` has started (Linux)."""
-    with open(f'/proc/{pid}/task/{pid}/children') as file:
-        return [int(child) for child in file.read().split()]
-
-
 def one_line(path):
-    """The one line in a file of errors."""
     with open(path) as file:
         text = file.read()
     assert text.startswith('error: ') and text.count('\n') == 1, text

@@ -55,9 +55,6 @@ def assert_same(a, b, path=''):
         assert same, f'{path}: {a} and {b}'
 
 
-# -------- what a process prepares before its run
-
-
 def keep_checkpoint():
     """Makes the end of a run leave ckpt.pt, so that the optimizer can be compared."""
     run_folder.RunFolder.drop_checkpoint = lambda self: None
@@ -79,10 +76,7 @@ def signal_at_step(number, at):
     at_call('train_step', at, os.kill, os.getpid(), number)
 
 
-# -------- several processes
-
-
-def ranks(world, argv, stderr, main=train.main, prepare=None, nodes=None):
+def ranks(world, argv, stderr, main=train.main, prepare=(), nodes=None):
     """
     Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>. With
     `nodes`, the flags that each one adds, they are as on machines of their own.

@@ -15,6 +15,7 @@ from oec import bench, common
 from oec.run_folder import FORMAT
 from processes import times
 from runs import SMALL
+from test_prepare import parquet
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'bench': bench}
 
@@ -77,6 +78,10 @@ FLAGS = {'train': '''
     --source=local --tokenizer=bytes --files={bad}/empty.jsonl -> empty.jsonl
     --source=local --tokenizer=bytes --files={bad}/cut.parquet -> cut.parquet
     --source=local --tokenizer=bytes --files={bad}/latin.txt -> latin.txt
+    --source=local --tokenizer=bytes --files={bad}/row.parquet -> row.parquet, row 9, text column
+    --source=local --tokenizer=bytes --files={bad}/pair.jsonl -> 'the half pair, utf-8
+    --source=local --tokenizer=bytes --val_tokens=102 --files={bad}/x.txt -> only 101 tokens, --val_tokens
+    --source=local --tokenizer=bytes --val_tokens=101 --files={bad}/x.txt -> only 101 tokens, --val_tokens
     --source=stdlib --tokenizer=bytes --out={bad}/a.doc -> a.doc
     --source=stdlib --tokenizer=bytes --out={bad}/meta_text -> meta.json
     ''', 'analyze': '''
@@ -94,6 +99,13 @@ FLAGS = {'train': '''
     --results={bad}/column_twice.csv -> twice
     --results={bad}/twice.csv -> twice.csv
     --results={bad}/latin.csv -> latin.csv
+    --positions=9 --results={bad}/good.csv -> --positions
+    --text=x --theory -> --text
+    --drop_odd_rows x -> --drop_odd_rows
+    --center_to=x x -> --center_to
+    --method=x --hf x -> --method
+    --theory --hf x -> --theory, --hf
+    --method=x --theory -> --method
     ''', 'bench': '''
     --sizes=17M -> --sizes=17M, 16M
     --methods=baseline,mu -> --methods=baseline,mu, mu_loss
@@ -108,42 +120,33 @@ FILES = {
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'cells.csv': HEAD + b'\nbaseline,16M,0,0.1,3,4\n', 'latin.csv': HEAD + b'\nb\xe9,16M,0,0.1,3\n',
     'column_twice.csv': HEAD + b',lr\nbaseline,16M,0,0.1,3,0.1\n',
-    'twice.csv': HEAD + b'\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n'}
-
+    'twice.csv': HEAD + b'\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n',
+    'older_run/config.json': b'{"lr": 7}', 'other_run/config.json': b'{"format": %d, "lr": 7}' % FORMAT,
+    'row.parquet': parquet(text=['x'] * 9 + [None]), 'pair.jsonl': b'{"text": "the half pair \\ud800"}\n',
+    'x.txt': b'x' * 100, 'folder/x_train_000000.bin/x': b''}
 
 CASES = [(program, *line.split('->')) for program in FLAGS for line in FLAGS[program].strip().splitlines()]
-
-
-def bad_shards(shard):
-    """Folder -> what its train shard is, made from a good one of 50,000 tokens."""
-    def header(*values):
-        return np.array([*values] + [0] * (256 - len(values)), '<i4').tobytes()
-    tokens = shard[1024:]
-    return {'short': shard[:4], 'cut': shard[:-2], 'magic': header(1, 1, 50000) + tokens,
-            'version': header(20240520, 2, 50000) + tokens, 'longer': header(20240520, 1, 60000) + tokens,
-            'beyond': shard[:-2] + b'\xff\x7f', 'few': header(20240520, 1, 3) + tokens[:6]}
 
 
 @pytest.fixture(scope='module')
 def bad(corpus, tmp_path_factory):
     """A folder of files and folders of shards that cannot be read, each named for what is wrong with it."""
-    root = tmp_path_factory.mktemp('bad')
+    def header(*values):
+        return np.array([*values] + [0] * (256 - len(values)), '<i4').tobytes()
+    root, files = tmp_path_factory.mktemp('bad'), {}
     shard, val = (open(f'{corpus}/stdlib_{split}_000000.bin', 'rb').read() for split in ('train', 'val'))
-    shards = bad_shards(shard)
+    tokens = shard[1024:]  # 50,000 of them
+    shards = {'short': shard[:4], 'cut': shard[:-2], 'magic': header(1, 1, 50000) + tokens,
+              'version': header(20240520, 2, 50000) + tokens, 'longer': header(20240520, 1, 60000) + tokens,
+              'beyond': shard[:-2] + b'\xff\x7f', 'few': header(20240520, 1, 3) + tokens[:6]}
     for name in ('no_val', 'val_cut', 'folder', 'meta_text', 'meta_size', 'meta_list', *shards):
-        (root / name).mkdir()
-        if name == 'folder':
-            (root / name / 'x_train_000000.bin').mkdir()
-        else:
-            (root / name / 'x_train_000000.bin').write_bytes(shards.get(name, shard))
-        if name != 'no_val':
-            (root / name / 'x_val_000000.bin').write_bytes(val[:-1000] if name == 'val_cut' else val)
-            (root / name / 'meta.json').write_bytes(b'{"vocab_size": 257}')
-    for path, content in FILES.items():
+        files[f'{name}/x_train_000000.bin'] = shards.get(name, shard)
+        files[f'{name}/x_val_000000.bin'] = val[:-1000] if name == 'val_cut' else val
+        files[f'{name}/meta.json'] = b'{"vocab_size": 257}'
+    del files['no_val/x_val_000000.bin'], files['folder/x_train_000000.bin']
+    for path, content in {**files, **FILES}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
-    for name, config in (('older_run', {'lr': 7}), ('other_run', {'format': FORMAT, 'lr': 7})):
-        (root / name).mkdir()
-        common.write_json(str(root / name / 'config.json'), config)
     (root / 'empty').mkdir()
     return root
 

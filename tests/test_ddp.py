@@ -1,5 +1,4 @@
 """Any number of processes makes the same run; a signal or an error in one of them concerns all."""
-import functools
 import os
 import signal
 
@@ -16,9 +15,8 @@ from runs import SMALL, assert_same, load, log_of, ranks, record, signal_at_step
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
 # that some of them have none. lam is so large that a penalty shows if it is counted once per micro-batch or
 # process.
-MESH = ('--size=tiny', '--n_layer=1', '--n_embd=16', '--block_size=16', '--batch_size=8', '--steps=5',
-        '--log_every=1', '--lr=1e-2', '--test_tokens=720', '--eval_tokens=16', '--eval_every=2',
-        '--device=cpu', '--threads=1')
+MESH = (*SMALL, '--n_embd=16', '--block_size=16', '--batch_size=8', '--steps=5', '--log_every=1', '--lr=1e-2',
+        '--test_tokens=720', '--eval_tokens=16', '--eval_every=2')
 KINDS = {'centered': ('--method=mu_centering', '--weight_tying', '--dtype=float64'),
          'regularised': ('--method=mu_loss', '--lam=1000', '--dtype=float64'),
          'low': ('--method=mu_loss', '--lam=1', '--dtype=bfloat16')}
@@ -37,23 +35,25 @@ def meshes(corpus, tmp_path_factory):
     return found
 
 
-def seen_by(folder, world):
-    return [load(folder, f'rank{rank}.pt') for rank in range(world)]
-
-
 def global_batch(corpus, step):
     """The 8 windows (8, 17) of a step of MESH."""
     windows = data.Windows(corpus, 'train', 16, 320)
     return torch.from_numpy(windows[data.batch_windows(1, step, 8, len(windows))])
 
 
-def test_any_number_of_processes_reads_the_same_batches_in_the_same_order(meshes, corpus):
-    for (world, micro, _), folder in meshes.items():
-        seen = seen_by(folder, world)
+def test_all_ranks_share_the_same_batches_in_order_and_have_the_same_bits(meshes, corpus):
+    for (world, micro, kind), folder in meshes.items():
+        seen = [load(folder, f'rank{rank}.pt') for rank in range(world)]
         assert all(len(part) == micro for rank in seen for step in rank['batches'] for part in step)
         for step in range(5):
             read = torch.cat([part for rank in seen for part in rank['batches'][step]])
             assert torch.equal(read, global_batch(corpus, step)[:, :-1]), (world, micro, step)
+        first = seen[0]
+        for rank in seen[1:]:
+            assert_same((rank['weights'], rank['gradients']), (first['weights'], first['gradients']))
+        assert_same(dict(first['weights']), dict(load(folder)['model']))
+        E = first['weights']['lm_head.weight']
+        assert (E.mean(dim=0).norm() <= torch.finfo(E.dtype).eps * E.norm()) == (kind == 'centered')
 
 
 @pytest.mark.parametrize('kind', ['centered', 'regularised'])
@@ -69,16 +69,6 @@ def test_any_number_of_processes_has_the_same_losses_evaluations_and_weights(mes
             torch.testing.assert_close(load(folder)['model'], weights, rtol=0, atol=1e-12)
 
 
-def test_all_ranks_have_the_same_bits_and_centered_embeddings(meshes):
-    for (world, _, kind), folder in meshes.items():
-        first, *others = seen_by(folder, world)
-        for rank in others:
-            assert_same((rank['weights'], rank['gradients']), (first['weights'], first['gradients']))
-        assert_same(dict(first['weights']), dict(load(folder)['model']))
-        E = first['weights']['lm_head.weight']
-        assert (E.mean(dim=0).norm() <= torch.finfo(E.dtype).eps * E.norm()) == (kind == 'centered')
-
-
 def test_any_number_of_processes_has_the_same_gradients_to_the_rounding_of_bf16(meshes, corpus):
     """
     Products in bf16 round the sum over a micro-batch to 2^-8 of itself. The terms of the sum over the batch
@@ -92,7 +82,7 @@ def test_any_number_of_processes_has_the_same_gradients_to_the_rounding_of_bf16(
     terms = [torch.autograd.grad(loss, list(gpt.parameters()), allow_unused=True) for loss in losses]
     terms = [[g for g in of_parameter if g is not None] for of_parameter in zip(*terms, strict=True)]
     for world, micro in [case[:2] for case in CASES if case[2] == 'low']:
-        gradients = seen_by(meshes[world, micro, 'low'], world)[0]['gradients']
+        gradients = load(meshes[world, micro, 'low'], 'rank0.pt')['gradients']
         for found, exact in zip(gradients, terms, strict=True):
             bound = 2 * 2.0 ** -8 * sum(g.abs() for g in exact).norm()
             assert (found - sum(exact)).norm() <= bound, (world, micro)
@@ -107,8 +97,7 @@ def test_a_signal_to_one_rank_between_log_lines_stops_all_together(corpus, tmp_p
     """They agree at the next log step; torchrun resumes there, and ends with what it would have had."""
     out, other = tmp_path / 'run', tmp_path / 'other'
     flags = [*SMALL, '--steps=60', '--log_every=20', '--ckpt_every=0', f'--data={corpus}']
-    stop = functools.partial(sigterm_to_rank_1, 25)
-    for rank in ranks(2, [*flags, f'--out={out}'], tmp_path / 'stderr', prepare=stop):
+    for rank in ranks(2, [*flags, f'--out={out}'], tmp_path / 'stderr', prepare=(sigterm_to_rank_1, 25)):
         finish(rank, 143)
     assert load(out, 'ckpt.pt')['step'] == 40
     execute('torchrun', '--standalone', '--nproc_per_node=2', 'train.py', *flags, f'--out={out}')

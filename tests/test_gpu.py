@@ -4,7 +4,6 @@ tests are skipped. DEVICE=cpu runs the same code with smaller shapes on a CPU, e
 """
 import os
 import signal
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from oec import head as head_py
 from oec.common import UserError
 from oec.head import chunked_head, compiled_head
 from processes import finish, process
-from runs import assert_same, load, log_of, signal_at_step
+from runs import SMALL, assert_same, load, log_of, signal_at_step
 from test_facts import close
 from test_head import BF16_UNIT, assert_compiling_keeps_every_rounding, assert_exact_up_to_bf16
 
@@ -121,11 +120,10 @@ def test_a_step_of_16M_is_that_of_a_cpu_in_float64(dtype, unit, device):
 
 def test_a_deterministic_run_that_was_stopped_ends_as_if_never_stopped(corpus, tmp_path):
     large = ('--size=16M', '--n_layer=2', '--block_size=512', '--batch_size=16', '--device=cuda')  # compiled
-    small = ('--size=tiny', '--n_layer=1', '--block_size=32', '--batch_size=4', '--device=cpu', '--threads=1')
-    flags = [*(large if ON_GPU else small), f'--data={corpus}', '--deterministic', '--lr=1e-2', '--steps=8',
+    flags = [*(large if ON_GPU else SMALL), f'--data={corpus}', '--deterministic', '--lr=1e-2', '--steps=8',
              '--log_every=1', '--eval_tokens=512', '--test_tokens=2048']
-    for name, prepare, status in (('stopped', partial(signal_at_step, signal.SIGTERM, 5), 143),
-                                  ('stopped', None, 0), ('whole', None, 0)):
+    for name, prepare, status in (('stopped', (signal_at_step, signal.SIGTERM, 5), 143),
+                                  ('stopped', (), 0), ('whole', (), 0)):
         started = process(train.main, [*flags, f'--out={tmp_path}/{name}'], prepare=prepare)
         finish(started, status, seconds=300)
     assert_same(*((log_of(tmp_path / name), load(tmp_path / name)['model']) for name in ('stopped', 'whole')))

@@ -13,7 +13,6 @@ from test_facts import close, generator, normal, tiny_gpt, token_batch, train_st
 
 
 def readme_functions():
-    """center and mu_loss as the README gives them."""
     names = {}
     exec(re.search(r'```python\n(import torch\n.*?)```', read('README.md'), re.DOTALL)[1], names)
     return names['center'], names['mu_loss']
@@ -35,7 +34,6 @@ def own_loop(gpt, method, rank, shards):
 
 
 def whole_and_sharded(rank):
-    """The README's lines do what train.py does, also with an E of 61 rows that is sharded into 31 and 30."""
     from torch.distributed.fsdp import fully_shard
     for method, tying, shards in itertools.product(('mu_centering', 'mu_loss'), (False, True), (1, 2)):
         own, ours = (tiny_gpt(m, vocab_size=61, weight_tying=tying) for m in ('baseline', method))
@@ -49,10 +47,7 @@ def whole_and_sharded(rank):
 
 
 def split_embeddings(rank):
-    """
-    Appendix E: with an E that is split across the vocabulary, as a DTensor or as a plain tensor, the README's
-    lines take no collective but all_reduce (of H numbers); across the hidden dimension they take none.
-    """
+    """Appendix E: if E is split by rows they take no collective but all_reduce, of H numbers; else none."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
     center, mu_loss = readme_functions()

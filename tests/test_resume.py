@@ -1,5 +1,4 @@
 """A run that is killed, stopped or out of disk ends as if nothing had been; files are not trusted."""
-import functools
 import itertools
 import os
 import shutil
@@ -44,7 +43,7 @@ def whole(corpus, tmp_path_factory):
     found = {}
     for dtype in ('float32', 'bfloat16'):
         folder = tmp_path_factory.mktemp(dtype)
-        hook = functools.partial(copy_at_each_change, str(folder / 'run'), str(folder / 'copies'))
+        hook = (copy_at_each_change, str(folder / 'run'), str(folder / 'copies'))
         finish(process(train.main, flags_of(corpus, folder / 'run', f'--dtype={dtype}'), prepare=hook), 0)
         final = folder / 'copies' / max(os.listdir(folder / 'copies'))  # before ckpt.pt is removed
         found[dtype] = state_of(final), folder
@@ -77,24 +76,23 @@ def test_signals_in_steps_and_evaluations_lose_nothing(corpus, whole, tmp_path):
             ('evaluate', 1, signal.SIGTERM, 143, 1), ('train_step', 2, signal.SIGINT, 130, 3),
             ('evaluate', 2, signal.SIGTERM, 143, 7), ('evaluate', 2, signal.SIGTERM, -signal.SIGTERM, 12),
             ('evaluate', 1, signal.SIGINT, -signal.SIGINT, 12)):
-        hook = functools.partial(at_call, place, number, signal.raise_signal, which)
+        hook = (at_call, place, number, signal.raise_signal, which)
         finish(process(train.main, flags_of(corpus, out), stderr=errors, prepare=hook), status)
         assert load(out, 'ckpt.pt')['step'] == step and errors.read_text() == ''
-    finish(process(train.main, flags_of(corpus, out), prepare=keep_checkpoint), 0)
+    finish(process(train.main, flags_of(corpus, out), prepare=(keep_checkpoint,)), 0)
     assert_same(state_of(out), whole['float32'][0])
 
 
 def test_one_of_several_copies_has_the_folder_until_it_is_killed(corpus, whole, tmp_path):
     out, here = tmp_path / 'run', tmp_path / 'here'
-    first = process(train.main, flags_of(corpus, out), prepare=functools.partial(
-        at_call, 'train_step', 7, hold, str(here)))
+    first = process(train.main, flags_of(corpus, out), prepare=(at_call, 'train_step', 7, hold, str(here)))
     wait_until(here.exists)
     before = folder_hash(out)
     finish(process(train.main, flags_of(corpus, out), stderr=tmp_path / 'stderr'), 3)
     assert str(out) in one_line(tmp_path / 'stderr') and folder_hash(out) == before
     first.kill()
     finish(first, -signal.SIGKILL)
-    finish(process(train.main, flags_of(corpus, out), prepare=keep_checkpoint), 0)
+    finish(process(train.main, flags_of(corpus, out), prepare=(keep_checkpoint,)), 0)
     assert_same(state_of(out), whole['float32'][0])
 
 
@@ -123,19 +121,18 @@ def test_a_full_disk_is_one_line_and_the_old_checkpoint_resumes(corpus, whole, t
         finish(process(train.main, flags_of(corpus, out), stderr=errors, **how), 1)
         assert all(name in one_line(errors) for name in named) and not list(out.glob('*.tmp'))
     fails(f'{out}/ckpt.pt', 'File too large', file_limit=100_000)
-    finish(process(train.main, flags_of(corpus, out),
-                   prepare=functools.partial(signal_at_step, signal.SIGTERM, 5)), 143)
+    finish(process(train.main, flags_of(corpus, out), prepare=(signal_at_step, signal.SIGTERM, 5)), 143)
     before = load(out, 'ckpt.pt')
     fails(f'{out}/log.jsonl', file_limit=(out / 'log.jsonl').stat().st_size + 100)
     assert (out / 'log.jsonl').read_bytes()[-1:] != b'\n'
-    fails('No space left on device', prepare=stdout_to_a_full_disk)
+    fails('No space left on device', prepare=(stdout_to_a_full_disk,))
     assert_same(load(out, 'ckpt.pt'), before)
     for name in ('config.json', 'ckpt.pt', 'model_6.pt', 'model.pt', 'result.json'):
         os.makedirs(out / f'{name}.tmp' / 'x')  # root cannot write there either
         refused(lambda: train.main(flags_of(corpus, out)), f'{out}/{name}', status=1)
         shutil.rmtree(out / f'{name}.tmp')
         load(out, 'ckpt.pt')
-    finish(process(train.main, flags_of(corpus, out), prepare=keep_checkpoint), 0)
+    finish(process(train.main, flags_of(corpus, out), prepare=(keep_checkpoint,)), 0)
     assert_same(state_of(out), whole['float32'][0])
 
 
@@ -172,12 +169,11 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, who
     tokens[-1] += 1
     data.write_shard(str(other / 'stdlib_train_000001.bin'), tokens)
     before = folder_hash(tmp_path)
-    for name, change in (('data_fingerprint', f'--data={other}'), ('lr', '--lr=1e-2'), ('seed', '--seed=2'),
-                         ('steps', '--steps=13'), ('center_every', '--center_every=2'),
-                         ('log_every', '--log_every=2'), ('weight_tying', '--no-weight_tying'),
-                         ('dtype', '--dtype=bfloat16')):
-        refused(lambda change=change: train.main(flags_of(corpus, out, change)), out, f'{name}=',
-                '' if name == 'data_fingerprint' else f'--{name}=')
+    for name, change in (('data_fingerprint', f'--data={other}'), ('--lr', '--lr=1e-2'),
+                         ('--seed', '--seed=2'), ('--steps', '--steps=13'), ('--dtype', '--dtype=bfloat16'),
+                         ('--center_every', '--center_every=2'), ('--log_every', '--log_every=2'),
+                         ('--weight_tying', '--no-weight_tying')):
+        refused(lambda change=change: train.main(flags_of(corpus, out, change)), out, f'{name}=')
         assert folder_hash(tmp_path) == before
     os.unlink(out / 'config.json')
     refused(lambda: train.main(flags_of(corpus, out, '--lr=7')), '--lr')  # which the checkpoint has too
@@ -192,10 +188,9 @@ def test_what_follows_from_the_machine_stays_when_a_run_goes_on_elsewhere(corpus
     flags = [*flags_of(corpus, tmp_path / 'run'), '--steps=8']
     flags = [flag for flag in flags if 'tokens' not in flag and 'dtype' not in flag]
     monkeypatch.setattr(machine, 'default_dtype', lambda *_: 'float32')
-    stop = functools.partial(signal_at_step, signal.SIGTERM, 4)
     with monkeypatch.context() as patch:
         patch.setattr(train, 'train_step', train.train_step)
-        stop()
+        signal_at_step(signal.SIGTERM, 4)
         assert train.main(flags) == 143
     monkeypatch.setattr(machine, 'default_dtype', lambda *_: 'bfloat16')
     assert train.main(flags) == 0

@@ -10,7 +10,7 @@ import pytest
 import train
 from conftest import ENV, ROOT, execute, links
 from oec import common
-from processes import children, folder_hash, times, wait_until
+from processes import folder_hash, times, wait_until
 
 # It locks its folder and ends as train.py does, and notes each start in a file. While there is a file `hold`
 # with a number in it, runs that start after so many others wait, until a signal ends them.
@@ -154,8 +154,9 @@ raise SystemExit(1)""")
 @pytest.mark.skipif(sys.platform != 'linux', reason='kills the processes that /proc names')
 def test_a_sweep_that_is_killed_resumes_and_two_share_its_runs(fake):
     first = fake.start_and_hold()
-    for child in children(first.pid):  # all of it at once, as when a machine goes down
-        os.killpg(os.getpgid(child), signal.SIGKILL)
+    with open(f'/proc/{first.pid}/task/{first.pid}/children') as children:
+        for child in children.read().split():  # all of it at once, as when a machine goes down
+            os.killpg(os.getpgid(int(child)), signal.SIGKILL)
     first.kill()
     first.communicate()
     before = fake.done()
