@@ -44,6 +44,8 @@ BOTH, OURS = ('baseline', 'μ-centering'), ('zero-sum', 'centered head')
 ROUNDINGS = [f'baseline{words}' for words in shift.ROUNDED.values()]  # in fp32 first, all of them last
 PARTS = ROUNDINGS[:4]
 LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 80, 187, 331, 1000)
+TEST_LOSS = 'test loss', 'test_loss', '.2f', {'file': 'results'}  # beside the curves.csv of a line
+LATER = (21, 60), (141, 180), (261, 300), (961, 1000)
 TABLES = {
     'README.md': {
         'authors_lrs': (lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
@@ -66,8 +68,7 @@ TABLES = {
             lines('push/curves', *PARTS, *OURS, mu_shift=(187,)) +
             lines('push/curves', *BOTH, mu_shift=(187, 100, 57, 0)),
             columns(WHOLE, 'logit_mean', step=[(1, 50)]) +
-            columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) +
-            [('test loss', 'test_loss', '.2f', {'csv': 'push/results'})]),
+            columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) + [TEST_LOSS]),
         'comes_back': (lines('natural_bf16/curves', PARTS[0], *BOTH, OURS[0], mu_shift=[57]),
                        columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (401, 500), (7901, 8000)]) +
                        columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
@@ -76,6 +77,10 @@ TABLES = {
             lines('proxy/results', *BOTH, whose='ours: ', lr=LRS) +
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
             columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
+        'lasts': (lines('shift_16M/curves', *BOTH, whose='cosine: ', mu_shift=[187]) +
+                  lines('constant_lr/curves', *BOTH, whose='constant: ', mu_shift=[187]),
+                  columns(WHOLE, 'logit_mean', step=LATER) +
+                  columns('.2f', 'loss', step=LATER) + [TEST_LOSS]),
         'batches': (
             [line for n in (8192, 65536, 262144)
              for line in lines(f'batch/{n}/curves', BOTH[0], whose=f'{n:,} tokens a step: ', mu_shift=[187])],
@@ -95,9 +100,9 @@ def read(csv):
     return rows.assign(label=shift.labels(rows))
 
 
-def cell(column, form, csv, **where):
+def cell(column, form, csv, file='', **where):
     """The mean over the seeds and, of several, [the lowest, the highest]; '' without runs, and never -0."""
-    rows = read(csv)
+    rows = read(str(Path(csv).with_name(file)) if file else csv)
     for name, value in where.items():
         rows = rows[rows[name].between(*value) if name == 'step' else rows[name] == value]
     values = rows.groupby('seed')[column].mean().dropna()
