@@ -56,7 +56,7 @@ TABLES = {
                               'μ-loss', 'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
         'baseline_16M': (
             lines('shift_16M/results', 'baseline', mu_shift=NORMS) +
-            lines('shift_16M/results', 'baseline in fp32', mu_shift=NORMS[-2:]),
+            lines('shift_16M/results', 'baseline in fp32', mu_shift=NORMS[-3:]),
             columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
         'roundings_16M': (
             lines('shift_16M/results', *ROUNDINGS, mu_shift=[331]),
