@@ -17,7 +17,7 @@ from oec.common import check, program, write_atomic
 HERE = Path(__file__).resolve().parent.parent
 PUBLISHED = HERE / 'results' / 'published_here'
 WORDS = {'lr': 'lr {}', 'size': '{}', 'mu_shift': 'norm {:,}', 'step': 'steps {0[0]:,} to {0[1]:,}'}
-HEADERS = SYMBOLS | {'excess': 'loss lost', 'rounding_loss': 'rounding loss', 'noise': 'lost / noise'}
+HEADERS = SYMBOLS | {'excess': 'loss lost', 'rounding_loss': 'rounding loss'}
 WHOLE = ',.0f'  # the format of numbers that are shown without their seeds
 
 
@@ -55,18 +55,17 @@ TABLES = {
         'methods_16M': (lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping',
                               'μ-loss', 'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
         'baseline_16M': (
-            lines('shift_16M/results', 'baseline', mu_shift=NORMS) +
-            lines('shift_16M/results', 'baseline in fp32', mu_shift=NORMS[-3:]),
-            columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset') + columns('.2f', 'noise')),
+            lines('shift_16M/results', 'baseline', 'baseline in fp32', mu_shift=(0, 187, 331, 1000)),
+            columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset')),
         'roundings_16M': (
             lines('shift_16M/results', *ROUNDINGS, mu_shift=[331]),
             columns('.2f', 'loss', 'excess', 'rounding_loss') + columns(WHOLE, 'offset')),
         'roundings': (
-            lines('shift/results', *PARTS, 'baseline', *OURS, 'z-loss', 'z-loss in fp32'),
+            lines('shift/results', *PARTS, 'baseline', *OURS),
             columns('.3f', 'loss', mu_shift=(300, 1000)) + columns(WHOLE, 'offset', mu_shift=(300, 1000))),
         'push': (
             lines('push/curves', *PARTS, *OURS, mu_shift=(187,)) +
-            lines('push/curves', *BOTH, mu_shift=(187, 100, 57, 0)),
+            lines('push/curves', *BOTH, mu_shift=(187, 0)),
             columns(WHOLE, 'logit_mean', step=[(1, 50)]) +
             columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) + [TEST_LOSS]),
         'comes_back': (lines('natural_bf16/curves', PARTS[0], *BOTH, OURS[0], mu_shift=[57]),
@@ -85,7 +84,7 @@ TABLES = {
             [line for n in (8192, 65536, 262144)
              for line in lines(f'batch/{n}/curves', BOTH[0], whose=f'{n:,} tokens a step: ', mu_shift=[187])],
             columns(WHOLE, 'logit_mean', step=[(91, 110), (171, 190), (231, 250)]) +
-            columns(WHOLE, 'offset', step=[(231, 250)]) + columns('.2f', 'loss', step=[(251, 300)]))}}
+            columns('.2f', 'loss', step=[(251, 300)]))}}
 
 
 @functools.cache
@@ -95,8 +94,6 @@ def read(csv):
     if csv.endswith('lrs'):
         return lrs_rows(runs)[0].assign(seed=1).rename(columns={'variant': 'label'})
     rows = curves if csv.endswith('curves') else shift.shifted(runs) if runs.mu_shift.any() else runs
-    if 'excess' in rows:
-        rows['noise'] = (rows.excess / shift.rounding_noise(rows.offset)).where(rows.offset >= 256)
     return rows.assign(label=shift.labels(rows))
 
 
