@@ -45,7 +45,7 @@ ROUNDINGS = [f'baseline{words}' for words in shift.ROUNDED.values()]  # in fp32 
 PARTS = ROUNDINGS[:4]
 LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 80, 187, 331, 1000)
 TEST_LOSS = 'test loss', 'test_loss', '.2f', {'file': 'results'}  # beside the curves.csv of a line
-LATER = (21, 60), (141, 180), (261, 300), (961, 1000)
+LATER = (21, 60), (141, 180), (261, 300), (561, 600), (961, 1000)
 TABLES = {
     'README.md': {
         'authors_lrs': (lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
@@ -77,6 +77,7 @@ TABLES = {
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
             columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
         'lasts': (lines('shift_16M/curves', *BOTH, whose='cosine: ', mu_shift=[187]) +
+                  lines('cosine/curves', *BOTH, whose='cosine over 600: ', mu_shift=[187]) +
                   lines('constant_lr/curves', *BOTH, whose='constant: ', mu_shift=[187]),
                   columns(WHOLE, 'logit_mean', step=LATER) +
                   columns('.2f', 'loss', step=LATER) + [TEST_LOSS]),
