@@ -43,9 +43,9 @@ def columns(form, *names, **values):
 BOTH, OURS = ('baseline', 'μ-centering'), ('zero-sum', 'centered head')
 ROUNDINGS = [f'baseline{words}' for words in shift.ROUNDED.values()]  # in fp32 first, all of them last
 PARTS = ROUNDINGS[:4]
-LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 80, 187, 331, 1000)
+LRS, NORMS = (0.01, 0.03, 0.1, 0.3), (0, 57, 187, 331, 1000)
 TEST_LOSS = 'test loss', 'test_loss', '.2f', {'file': 'results'}  # beside the curves.csv of a line
-LATER = (21, 60), (141, 180), (261, 300), (561, 600), (961, 1000)
+LATER = (21, 60), (261, 300), (561, 600), (961, 1000)
 TABLES = {
     'README.md': {
         'authors_lrs': (lines('../authors/lrs', 'baseline', 'z-loss', 'μ-loss', 'μ-centering'),
@@ -54,26 +54,24 @@ TABLES = {
     'results/published_here/README.md': {
         'methods_16M': (lines('shift_16M/results', 'baseline', 'baseline in fp32', 'z-loss', 'soft-capping',
                               'μ-loss', 'μ-centering', *OURS), columns('.2f', 'loss', mu_shift=NORMS)),
-        'baseline_16M': (
-            lines('shift_16M/results', 'baseline', 'baseline in fp32', mu_shift=(0, 187, 331, 1000)),
-            columns('.3f', 'excess', 'rounding_loss') + columns(WHOLE, 'offset')),
         'roundings_16M': (
-            lines('shift_16M/results', *ROUNDINGS, mu_shift=[331]),
+            lines('shift_16M/results', *ROUNDINGS, mu_shift=[331]) +
+            lines('shift_16M/results', ROUNDINGS[0], ROUNDINGS[-1], mu_shift=(187, 1000)),
             columns('.2f', 'loss', 'excess', 'rounding_loss') + columns(WHOLE, 'offset')),
         'roundings': (
             lines('shift/results', *PARTS, 'baseline', *OURS),
             columns('.3f', 'loss', mu_shift=(300, 1000)) + columns(WHOLE, 'offset', mu_shift=(300, 1000))),
         'push': (
-            lines('push/curves', *PARTS, *OURS, mu_shift=(187,)) +
-            lines('push/curves', *BOTH, mu_shift=(187, 0)),
+            lines('push/curves', *PARTS, *OURS, *BOTH, mu_shift=[187]),
             columns(WHOLE, 'logit_mean', step=[(1, 50)]) +
             columns('.2f', 'loss', step=[(901, 1000), (1901, 2000)]) + [TEST_LOSS]),
         'comes_back': (lines('natural_bf16/curves', PARTS[0], *BOTH, OURS[0], mu_shift=[57]),
                        columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (401, 500), (7901, 8000)]) +
-                       columns('.3f', 'loss', step=[(101, 150), (201, 250), (401, 500)])),
+                       columns('.3f', 'loss', step=[(201, 250), (401, 500)])),
         'drift': (
             lines('../authors/results', 'baseline', whose="the paper's ", size=['16M'], lr=LRS) +
-            lines('proxy/results', *BOTH, whose='ours: ', lr=LRS) +
+            lines('proxy/results', 'baseline', whose='ours: ', lr=LRS) +
+            lines('proxy/results', 'μ-centering', whose='ours: ', lr=(LRS[0], LRS[-1])) +
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
             columns(WHOLE, 'lr_sum', 'mu_norm', 'logit_mean', 'offset') + columns('.3f', 'test_loss')),
         'lasts': (lines('shift_16M/curves', *BOTH, whose='cosine: ', mu_shift=[187]) +
