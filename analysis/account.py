@@ -69,7 +69,7 @@ TABLES = {
                        columns('.1f', 'logit_mean', 'mu_norm', step=[(1, 50), (401, 500), (7901, 8000)]) +
                        columns('.3f', 'loss', step=[(201, 250), (401, 500)])),
         'drift': (
-            lines('../authors/results', 'baseline', whose="the paper's ", size=['16M'], lr=LRS) +
+            lines('../authors/results', 'baseline', whose="the paper's ", size=['16M'], lr=LRS[:3]) +
             lines('proxy/results', 'baseline', whose='ours: ', lr=LRS) +
             lines('proxy/results', 'μ-centering', whose='ours: ', lr=(LRS[0], LRS[-1])) +
             lines('proxy_fp32/results', *BOTH, whose='ours in fp32: ', lr=LRS[-1:]),
