@@ -1,147 +1,106 @@
 """
-A model -> the paper's quantities (Section 3), from its output embeddings E (V, H), their mean mu (H,), the
-final hidden states h (N, H) of N positions and the tokens (N,) that follow them.
+A model -> the quantities of Section 3 of the paper, from its output embeddings E (V, H), their mean mu (H,),
+and the final hidden states h (N, H) at N test positions, whose next tokens are the targets (N,).
 """
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from model import GPT, gpt_config, join_stats, logits_to_loss, operands, product_dtype, round_off
+from model import GPT, gpt_config, head_loss, join_stats
 from oec.common import UserError, read_json, write_json
-from oec.data import Windows
-from oec.head import n_chunks
+from oec.data import Windows, spread
 from oec.run_folder import load_checkpoint
 
-VERSION = 1  # of the statistics that a run keeps. A change that makes older ones wrong raises it.
-POSITIONS = 131_072  # the statistics are taken over that many of a run's test tokens, or all if fewer
+POSITIONS = 131_072           # that many test positions of a run are measured, or all if it has fewer
+KEPT = 'statistics_v1.json'   # where a run keeps what was found. If you change what is measured, rename it.
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 
-def positions(model, windows):
-    """Yields h (n, H) and targets (n,) of the positions of `windows` (N, T + 1), some of them at a time."""
-    for window in windows.split(max(1, 16384 // model.config.block_size)):
-        window = window.to(model.E.device)
-        yield model.hidden(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
+def norm_ratios(E):
+    """r_emb = |e*_i| / |e_i| of each token, (V,)."""
+    return (E - E.mean(dim=0)).norm(dim=1) / E.norm(dim=1).clamp_min(TINY)
 
 
-def of_the_logits(h, E, targets, config):
+def centering_ratios(h, E):
     """
-    Of the logits as config rounds and caps them, from what `operands` returns, each (n,): loss, logit_mean,
-    logit_std, logit_absmax, and gradient_sum, the sum of their gradient as it is rounded.
+    What centering would do to the exact logits l_i = e_i . h, each (n,): r_log = max |l*_i| / max |l_i| (Eq.
+    11), r_cos, the same of the cosines with h, and cos(mu, h).
     """
-    logits = h.to(product_dtype(config)) @ E.to(product_dtype(config)).T
-    logits = round_off(logits, 'logits', config)
-    gradient, (_, found) = torch.func.grad_and_value(logits_to_loss, has_aux=True)(logits, targets, config)
-    gradient = round_off(gradient, 'gradient', config).to(h.dtype)
-    del found['reg']
-    return {**found, 'gradient_sum': gradient.sum(dim=-1, dtype=torch.float64)}
-
-
-def of_centering(h, E, mu, norm, norm_star):
-    """
-    Exact logits l_i = e_i . h (n, V), and what centering does, each (n,): cos_mu_h, r_log = max |l*| / max
-    |l| (Eq. 11) and r_cos, the same of the cosines. `norm` and `norm_star` (V,) are those of e_i and e*_i.
-    """
+    mu = E.mean(dim=0)
     logits, mu_h = h @ E.T, h @ mu
-    star = logits - mu_h[:, None]
-    largest_cos = (logits.abs() / norm.clamp_min(TINY)).amax(dim=1).clamp_min(TINY)  # times |h|
-    largest_cos_star = (star.abs() / norm_star.clamp_min(TINY)).amax(dim=1)
-    return logits, {
-        'r_cos': largest_cos_star / largest_cos,
-        'r_log': star.abs().amax(dim=1) / logits.abs().amax(dim=1).clamp_min(TINY),
-        'cos_mu_h': mu_h / (h.norm(dim=1).clamp_min(TINY) * mu.norm().clamp_min(TINY))}
+    star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h
+    cos = logits.abs() / E.norm(dim=1).clamp_min(TINY)  # times |h|, which cancels
+    cos_star = star.abs() / (E - mu).norm(dim=1).clamp_min(TINY)
+    return {'r_log': star.abs().amax(dim=1) / logits.abs().amax(dim=1).clamp_min(TINY),
+            'r_cos': cos_star.amax(dim=1) / cos.amax(dim=1).clamp_min(TINY),
+            'cos_mu_h': mu_h / (h.norm(dim=1) * mu.norm()).clamp_min(TINY)}
 
 
 @torch.no_grad()
-def statistics(batches, E, config, mu=None):
+def statistics(h, E, targets, config):
     """
-    A dict name -> values of each position of `batches`, which yields h (n, H) and targets (n,), never holding
-    positions x V: those of the two functions above, rounding_loss (the loss minus that of exact logits),
-    fact_3_premise (the premise of Fact 3 holds) and fact_3 (it does not, or the conclusion holds as well).
-    And of each token r_emb = |e*_i| / |e_i|.
+    A dict name -> values of each position (N,): the loss and the statistics of the logits, as the model
+    rounds and caps them, and the ratios of exact logits. N x V logits are never held.
     """
-    exact, E_32 = replace(config, dtype='float32', logits_dtype='float32'), E.float()
-    mu = E_32.mean(dim=0) if mu is None else mu
-    norm = E_32.norm(dim=1)
-    norm_star = torch.cat([(rows - mu).norm(dim=1) for rows in E_32.split(2**16)])
-    r_emb = norm_star / norm.clamp_min(TINY)
-    values = {}
-    for h, targets in batches:
-        h_op, E_op = operands(h, E, config)
-        # smaller chunks than in training, since a dozen tensors of n x V are held here and two there
-        n = min(4 * n_chunks(h, E, exact), -(-len(h) // 64))
-        for h_c, h_op_c, targets_c in zip(h.float().chunk(n), h_op.chunk(n), targets.chunk(n), strict=True):
-            found = of_the_logits(h_op_c, E_op, targets_c, config)
-            logits, more = of_centering(h_c, E_32, mu, norm, norm_star)
-            exact_loss = logits_to_loss(logits, targets_c, exact, with_stats=False)[1]['loss']
-            found = {**found, **more, 'rounding_loss': found['loss'].double() - exact_loss.double()}
-            values = join_stats([values, found])  # a list of them would split a CPU's heap, as in head.py
-        del E_op, h_op  # before the next batch takes as much again
-    values = {name: kept.cpu() for name, kept in values.items()}
-    premise = (values['r_cos'] < 1) & bool((r_emb < 1).all())
-    return {**values, 'r_emb': r_emb.cpu(), 'fact_3_premise': premise.float(),
-            'fact_3': (~premise | (values['r_log'] < 1)).float()}
+    n = max(1, 2**24 // len(E))
+    parts = []
+    for h_n, targets_n in zip(h.split(n), targets.split(n), strict=True):
+        _, found = head_loss(h_n, E, targets_n, config)
+        del found['reg']
+        parts.append({**found, **centering_ratios(h_n.float(), E.float())})
+    return {name: values.cpu() for name, values in join_stats(parts).items()}
 
 
 def summary(values):
-    """A tensor's mean, extrema, quartiles and shares (the keys of SUMMARY), NaN if a value is not finite."""
-    v = values.double()
-    if not bool(torch.isfinite(v).all()):
+    """Values (n,) -> a dict of SUMMARY: mean, quartiles, extrema and shares, NaN if one is not finite."""
+    x = values.double().numpy()
+    if not np.isfinite(x).all():
         return dict.fromkeys(SUMMARY, math.nan)
-    quartiles = v.sort().values[((len(v) - 1) * torch.linspace(0, 1, 5, dtype=torch.float64)).round().long()]
-    shares = (v < 1).double().mean(), (v > 0).double().mean()
-    return dict(zip(SUMMARY, [v.mean().item(), *quartiles.tolist(), *map(float, shares)], strict=True))
+    quartiles = np.quantile(x, [0, 0.25, 0.5, 0.75, 1], method='nearest')
+    numbers = [x.mean(), *quartiles, (x < 1).mean(), (x > 0).mean()]
+    return dict(zip(SUMMARY, map(float, numbers), strict=True))
 
 
+@torch.no_grad()
 def of_model(gpt, windows):
-    """What results.csv and distributions.csv keep of a model: a dict name -> number, or its summary."""
-    with torch.no_grad():
-        values = statistics(positions(gpt, windows), gpt.E, gpt.config)
-    found = {name: summary(v) for name, v in values.items()}
-    return {**found, 'rounding_loss': found['rounding_loss']['mean'],
-            'gradient_sum': found['gradient_sum']['mean'],
+    """What results.csv and distributions.csv keep of a model: a dict name -> number, or summary of values."""
+    parts = []
+    for batch in windows.to(gpt.E.device).split(max(1, 16384 // gpt.config.block_size)):
+        h = gpt.hidden(batch[:, :-1]).flatten(0, 1)
+        targets = batch[:, 1:].flatten()
+        parts.append(statistics(h, gpt.E, targets, gpt.config))
+    values = join_stats(parts)
+    values['r_emb'] = norm_ratios(gpt.E).cpu()
+
+    # Fact 3: where all r_emb < 1 and r_cos < 1 (its premise), the paper says that r_log < 1.
+    premise = (values['r_cos'] < 1) & (values['r_emb'] < 1).all()
+    values['fact_3_premise'] = premise.float()
+    values['fact_3_holds'] = (premise & (values['r_log'] < 1)).float()
+    return {**{name: summary(x) for name, x in values.items()},
             'logit_mean_spread': values['logit_mean'].double().std(correction=0).item(),
             'logit_max': values['logit_absmax'].max().item(),
-            'mu_norm': gpt.E.detach().mean(dim=0).norm().item()}
-
-
-def kept(folder):
-    """What of_run has kept in a run's analysis.json, or None if it is of another VERSION or model.pt."""
-    path = Path(folder, 'model.pt')
-    try:
-        found = read_json(Path(folder, 'analysis.json'))
-        size = path.stat().st_size if path.exists() else found['bytes']
-        return found['statistics'] if (found['version'], found['bytes']) == (VERSION, size) else None
-    except (UserError, KeyError):
-        return None
+            'mu_norm': gpt.E.mean(dim=0).norm().item()}
 
 
 def of_run(folder):
-    """What of_model says of a finished run's first POSITIONS, kept in analysis.json where that works."""
-    path, found = Path(folder, 'model.pt'), kept(folder)
-    if found:
-        return found
-    checkpoint = load_checkpoint(path)
+    """`of_model` of a finished run over some of its test windows; kept in its folder, for the next time."""
+    kept = Path(folder, KEPT)
+    if kept.exists():
+        return read_json(kept)
+    checkpoint = load_checkpoint(Path(folder, 'model.pt'))
+    settings = checkpoint['config']
     try:
-        settings = checkpoint['config']
-        gpt = GPT(gpt_config(settings)).to(getattr(torch, settings['dtype'].replace('bfloat16', 'float32')))
+        gpt = GPT(gpt_config(settings))
         gpt.load_state_dict(checkpoint['model'])
-        where = settings['data'], 'val', settings['block_size'], settings['vocab_size']
-    except Exception as error:  # of any kind, since the file may hold anything
-        raise UserError(f'{path}: not a model of this project ({str(error)[:150]})') from error
-    if not Path(where[0]).exists():  # its --data may have been relative to the repository
-        where = Path(__file__).parents[1] / where[0], *where[1:]
-    windows = Windows(*where)
-    n = min(max(1, min(POSITIONS, settings['test_tokens']) // windows.block_size), len(windows))
+        windows = Windows(settings['data'], 'val', settings['block_size'], settings['vocab_size'])
+        n = min(POSITIONS, settings['test_tokens']) // settings['block_size']
+        n = max(1, min(n, len(windows)))
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise UserError(f'{folder}/model.pt: not a model of this project ({error})') from error
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
-    found = of_model(gpt, torch.from_numpy(windows[np.arange(n)]))
-    try:
-        write_json(Path(folder, 'analysis.json'),
-                   {'version': VERSION, 'bytes': path.stat().st_size, 'statistics': found})
-    except UserError as error:  # the folder may be someone else's
-        print(f'{error}; its statistics are not kept')
+    found = of_model(gpt, torch.from_numpy(windows[spread(n, len(windows))]))
+    write_json(kept, found)
     return found

@@ -1,46 +1,67 @@
-"""Tables as text, Markdown and HTML, and report.html: all on one page that needs no other file."""
+"""The tables as Markdown, and report.html: tables and figures on one page that needs no other file."""
 import base64
+import re
 from pathlib import Path
-
-import jinja2
 
 from oec.common import write_atomic
 
-TAGS = {  # bold; underlined; small and grey
-    'text': {'[b]': '**', '[/b]': '**', '[u]': '_', '[/u]': '_', '[s]': '(', '[/s]': ')'},
-    'md': {'[b]': '**', '[/b]': '**', '[u]': '<u>', '[/u]': '</u>', '[s]': '<sub>', '[/s]': '</sub>',
-           '|': r'\|'},
-    'html': {'[b]': '<b>', '[/b]': '</b>', '[u]': '<u>', '[/u]': '</u>', '[s]': '<i>', '[/s]': '</i>'}}
+PAGE = """<!doctype html>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+  body {{ margin: 0 auto; padding: 1rem; max-width: 68rem; font: 16px/1.5 system-ui, sans-serif; }}
+  h2 {{ margin-top: 2.5rem; }}
+  img {{ max-width: 100%; }}
+  div {{ max-height: 32rem; overflow: auto; }}
+  table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }}
+  th, td {{ padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
+  th {{ cursor: pointer; position: sticky; top: 0; background: #fff; }}
+  th:first-child, td:first-child {{ text-align: left; }}
+  sub {{ color: #777; vertical-align: baseline; }}
+</style>
+<h1>{title}</h1>
+<p>{intro}</p>
+<p>{links}</p>
+{body}
+<script>  // a click on a heading sorts its table, a second one the other way
+  document.querySelectorAll('th').forEach(th => th.onclick = () => {{
+    const body = th.closest('table').tBodies[0], i = th.cellIndex, text = tr => tr.cells[i].textContent;
+    const sign = th.dataset.sign = th.dataset.sign === '1' ? -1 : 1;
+    const compare = (a, b) => text(a) - text(b) || text(a).localeCompare(text(b));
+    body.append(...[...body.rows].sort((a, b) => sign * compare(a, b)));
+  }});
+</script>
+"""
 
 
-def tagged(words, form):
-    for tag, code in TAGS[form].items():
-        words = words.replace(tag, code)
-    return words
-
-
-def markdown(table, form='md'):
-    """The table with its title and what it shows, as Markdown or as text for a terminal."""
-    rows, where = table['rows'].map(lambda words: tagged(words, form)), table['where']
+def markdown(table):
+    rows = table['rows']
     align = ['left'] + ['right'] * (rows.shape[1] - 1)
     grid = rows.to_markdown(index=False, disable_numparse=True, colalign=align)
-    return f'### {table["title"]}\n\n{grid}\n\n{table["says"]}' + (f' ({where})\n' if where else '\n')
+    where = f' ({table["where"]})' if table['where'] else ''
+    return f'### {table["title"]}\n\n{grid}\n\n{table["says"]}{where}\n'
 
 
-def html(table):
-    return tagged(table['rows'].to_html(index=False, border=0), 'html')
+def plain(text):
+    """Markdown for a terminal: without tags."""
+    return re.sub('</?(b|u|sub)>', '', text)
 
 
 def write(path, text):
     write_atomic(path, lambda file: file.write(text), mode='w')
 
 
-def write_report(out, shown, notes, runs=None, settings=None):
-    """report.html in the folder `out`: the figures and tables of `shown`, and what is left out."""
-    def image(file):
-        return base64.b64encode(Path(out, 'figures', f'{file}.png').read_bytes()).decode()
-    text = Path(__file__).with_name('report_template.html').read_text(encoding='utf-8')
-    template = jinja2.Template(text, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    write(Path(out, 'report.html'), template.render(
-        title=Path(out).resolve().name, runs=runs, shown=shown, settings=settings, notes=notes,
-        image=image, html=html))
+def write_report(out, intro, items):
+    """report.html of tables and of figures, which have a `file` instead of rows."""
+    body = []
+    for i, item in enumerate(items):
+        body.append(f'<h2 id="{i}">{item["title"]}</h2>\n<p>{item["says"]} {item["where"]}</p>')
+        if 'rows' in item:
+            body.append('<div>' + item['rows'].to_html(index=False, escape=False, border=0) + '</div>')
+        else:
+            image = base64.b64encode(Path(item['file']).read_bytes()).decode()
+            body.append(f'<img src="data:image/png;base64,{image}" alt="{item["title"]}">')
+    links = '<br>\n'.join(f'<a href="#{i}">{item["title"]}</a>' for i, item in enumerate(items))
+    title = f'{Path(out).resolve().name}: output embedding centering'
+    write(Path(out, 'report.html'), PAGE.format(title=title, intro=intro, links=links, body='\n'.join(body)))

@@ -1,7 +1,5 @@
 """What every program needs: errors as one line, flags that are numbers, files written whole, locks."""
 import argparse
-import contextlib
-import ctypes
 import fcntl
 import json
 import math
@@ -10,7 +8,7 @@ import sys
 
 
 class UserError(Exception):
-    """Ends a program with one line: status 2 for the user's input, 3 for a folder in use, 1 for the rest."""
+    """Ends a program with one line: status 2 for the user's input, 3 for a folder that is in use."""
 
     def __init__(self, message, status=2):
         super().__init__(' '.join(str(message).split()))
@@ -24,21 +22,15 @@ def check(right, message, status=2):
 
 
 def program(main):
-    """Calls main(argv) as the program: the one place where an error becomes a line and an exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors='replace')  # in an older encoding λ becomes ?
+    """Calls main(argv) as the program. A UserError becomes a line, Ctrl-C status 130, a bug a traceback."""
     try:
         sys.exit(main(sys.argv[1:]))
-    except UserError as caught:
-        error = caught
+    except UserError as error:
+        if os.environ.get('LOCAL_RANK', '0') == '0':  # all processes see bad input, one speaks
+            print(f'error: {error}', file=sys.stderr, flush=True)
+        sys.exit(error.status)
     except KeyboardInterrupt:
-        error = UserError('interrupted', 130)
-    except OSError as failed:  # a disk that fails, be it the one that holds the terminal's output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try once more to write its buffer
-        error = UserError(f'{failed.strerror or failed}: {failed.filename or "standard output"}', 1)
-    if os.environ.get('LOCAL_RANK', '0') == '0' or error.status == 1:  # all see bad input, one speaks
-        print(f'error: {error}', file=sys.stderr, flush=True)
-    sys.exit(error.status)
+        sys.exit(130)
 
 
 def parse_args(parser, argv):
@@ -49,43 +41,39 @@ def parse_args(parser, argv):
 
 def number(least=-math.inf, above=-math.inf, most=math.inf, whole=False):
     """An argparse type: a finite number, written 3, 1e-1 or 13.1e9, that is >= least, > above and <= most."""
-    limits = [f'{word} {limit:g}' for word, limit in (('from', least), ('above', above), ('to', most))
-              if math.isfinite(limit)]
-    wanted = ' '.join(['a whole number' if whole else 'a number', *limits])
+    limits = {'from': least, 'above': above, 'to': most}
+    wanted = 'a whole number' if whole else 'a number'
+    wanted += ''.join(f' {word} {limit:g}' for word, limit in limits.items() if math.isfinite(limit))
 
     def parse(text):
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and least <= value <= most and value > above
-                and (value.is_integer() or not whole)):
+        right = math.isfinite(value) and least <= value <= most and value > above
+        if not right or (whole and not value.is_integer()):
             raise argparse.ArgumentTypeError(f'should be {wanted}, is {text!r}')
         return int(value) if whole else value
     return parse
 
 
+def sync_folder(path):
+    """Returns once the names in the folder are on the disk, so that a power cut does not undo a rename."""
+    folder = os.open(path, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
 def write_atomic(path, write, mode='wb'):
-    """
-    write(file) fills a temporary file, which replaces `path` once it is safely on disk: a reader sees the old
-    content or the new, never half. Raises UserError where the disk refuses; then the old file stays.
-    """
+    """write(file) fills a temporary file, which then replaces `path`: a reader sees one or the other."""
     temporary = f'{path}.tmp'
-    try:
-        with open(temporary, mode, **({} if 'b' in mode else {'encoding': 'utf-8', 'newline': ''})) as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        os.fsync(folder)  # the rename itself must survive a power cut
-        os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch.save turns an OSError into a RuntimeError
-        reason = getattr(error, 'strerror', None) or getattr(error.__context__, 'strerror', None) or error
-        raise UserError(f'cannot write {path}: {reason}', status=1) from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+    text = {} if 'b' in mode else {'encoding': 'utf-8', 'newline': ''}
+    with open(temporary, mode, **text) as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(os.path.dirname(path) or '.')
 
 
 def write_json(path, value):
@@ -98,17 +86,14 @@ def read_json(path):
     try:
         with open(path, encoding='utf-8') as file:
             value = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f'{path}: not readable as JSON ({error})') from error
     check(isinstance(value, dict), f'{path}: should hold a JSON object')
     return value
 
 
 def lock_folder(path, wait=False):
-    """
-    Makes the folder, takes it for this process and returns the open lock file: the lock ends with that.
-    Raises UserError where another process has it (status 3; or waits) or the folder cannot be written.
-    """
+    """Makes the folder and takes it for this process, as long as the file that this returns is open."""
     try:
         os.makedirs(path, exist_ok=True)
         file = open(os.path.join(path, '.lock'), 'a')
@@ -118,10 +103,3 @@ def lock_folder(path, wait=False):
     except OSError as error:
         raise UserError(f'cannot write in the folder {path}: {error.strerror}') from error
     return file
-
-
-def keep_freed_memory():
-    """Tells glibc to keep freed memory: zeroing new pages is half the time of a small step on a CPU."""
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
-    mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-    mallopt(-1, -1)     # M_TRIM_THRESHOLD: never

@@ -12,7 +12,6 @@ in an order drawn from (seed, epoch), and the next begins without a gap.
 import functools
 import glob
 import hashlib
-import mmap
 import os
 
 import numpy as np
@@ -36,7 +35,8 @@ def write_shard(path, tokens):
 def read_shard(path):
     """The tokens of a shard, a read-only memory map (n,) uint16. Raises UserError if it is not whole."""
     try:
-        header, size = np.fromfile(path, '<i4', 3).tolist(), os.path.getsize(path)
+        header = np.fromfile(path, '<i4', 3).tolist()
+        size = os.path.getsize(path)
     except OSError as error:
         raise UserError(f'{path}: not readable as a token shard ({error.strerror})') from error
     check(len(header) == 3 and header[:2] == [MAGIC, VERSION],
@@ -63,33 +63,29 @@ class Windows:
         paths = sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin')))
         check(paths, f'--data={folder} has no *_{split}_*.bin; make some: python prepare_fineweb.py '
               f'--out={folder}, or without a network --source=stdlib --tokenizer=bytes')
-        self.paths, self.shards = paths, [read_shard(path) for path in paths]
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.shards = [read_shard(path) for path in paths]
+        self.block_size = block_size
+        self.vocab_size = vocab_size
         self.ends = np.cumsum([max(0, len(shard) - 1) // block_size for shard in self.shards])
         check(len(self), f'--data={folder} has no {split} shard as long as --block_size={block_size}')
-        for i in range(len(paths)):  # the start of each shard here, the rest as it is read
-            self.tokens(i, 0, 2**20, status=2)
 
     def __len__(self):
         return int(self.ends[-1])
-
-    def tokens(self, i, start, end, status=1):
-        """The tokens of shard i from start to end. Raises UserError if the head has too few rows for one."""
-        tokens = self.shards[i][start:end]
-        largest = tokens.max(initial=0)
-        check(largest < self.vocab_size,
-              f'{self.paths[i]} has token {largest}, the head only {self.vocab_size} rows', status)
-        return tokens
 
     def __getitem__(self, numbers):
         """Numbers (n,) of windows, counted through all shards -> their tokens (n, block_size + 1) int64."""
         which = np.searchsorted(self.ends, numbers, side='right')
         starts = (numbers - np.concatenate(([0], self.ends))[which]) * self.block_size
-        where, length = list(zip(which, starts.tolist(), strict=True)), self.block_size + 1
-        for i, start in where:  # the disk is asked for all of them at once, and not for megabytes around each
-            page, within = divmod(4 * HEADER + 2 * start, mmap.PAGESIZE)
-            self.shards[i]._mmap.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, within + 2 * length)
-        return np.stack([self.tokens(i, start, start + length) for i, start in where]).astype(np.int64)
+        length = self.block_size + 1
+        tokens = np.stack([self.shards[i][s:s + length] for i, s in zip(which, starts, strict=True)])
+        check(tokens.max() < self.vocab_size,
+              f'the data have token {tokens.max()}, the head only {self.vocab_size} rows')
+        return tokens.astype(np.int64)
+
+
+def spread(n, n_windows):
+    """The numbers (n,) of windows that lie evenly over all of them: no test set is one long document."""
+    return np.arange(n) * n_windows // n
 
 
 def fingerprint(shards):
