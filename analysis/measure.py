@@ -10,7 +10,7 @@ import torch
 
 from model import GPT, gpt_config, head_loss, join_stats
 from oec.common import UserError, read_json, write_json
-from oec.data import Windows, spread
+from oec.data import Windows, evenly_spaced
 from oec.run_folder import load_checkpoint
 
 POSITIONS = 131_072           # that many test positions of a run are measured, or all if it has fewer
@@ -101,6 +101,6 @@ def of_run(folder):
     except (KeyError, RuntimeError, TypeError) as error:
         raise UserError(f'{folder}/model.pt: not a model of this project ({error})') from error
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
-    found = of_model(gpt, torch.from_numpy(windows[spread(n, len(windows))]))
+    found = of_model(gpt, torch.from_numpy(windows[evenly_spaced(n, len(windows))]))
     write_json(kept, found)
     return found

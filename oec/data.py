@@ -83,7 +83,7 @@ class Windows:
         return tokens.astype(np.int64)
 
 
-def spread(n, n_windows):
+def evenly_spaced(n, n_windows):
     """The numbers (n,) of windows that lie evenly over all of them: no test set is one long document."""
     return np.arange(n) * n_windows // n
 
