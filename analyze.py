@@ -6,8 +6,8 @@ From checkpoints to statistics, tables, figures and a page for the browser.
     python analyze.py --theory                          # the paper's figures that need no runs
     python analyze.py --hf FOLDER                       # the same quantities of a model that others trained
 
-Models become statistics (analysis/measure.py), runs become csv files (runs.py), and these alone become tables
-(tables.py), figures (plots.py) and a page (report.py).
+Models become statistics (analysis/measure.py), runs become csv files (runs.py), and from these files alone
+come the tables (tables.py), the figures (plots.py) and the page (report.py).
 """
 import argparse
 from pathlib import Path
@@ -20,30 +20,27 @@ def parser():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     add = p.add_argument
+    optional = [column for column in runs.RESULTS if column not in runs.REQUIRED]
     add('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
-    add('--results', metavar='FILE.csv', help=f'a csv of runs instead; it needs {", ".join(runs.REQUIRED)}, '
-        f'and may have {", ".join(column for column in runs.RESULTS if column not in runs.REQUIRED)}')
+    add('--results', metavar='FILE.csv', help='a csv of runs instead; it needs the columns '
+        f'{", ".join(runs.REQUIRED)}, and may have {", ".join(optional)}')
     add('--out', help='folder to write to (default results/<name of the sweep or csv>)')
     add('--theory', action='store_true', help="the paper's Figures 1, 6 and 7, which need no runs")
     add('--hf', nargs='+', metavar='FOLDER', help='folders or hub names of models that others trained')
     add('--text', metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: '
         "text); default: the source of Python's standard library")
-    add('--positions', type=number(least=1, whole=True), default=16384, help='with --hf: tokens of --text')
+    add('--positions', type=number(least=1, whole=True), help='with --hf: tokens of --text (default 16384)')
     add('--center_to', metavar='NEW', help='with --hf: write the model with centered output embeddings there')
     return p
 
 
-def make_tables(all_runs, out):
-    """Writes lrs.csv and tables.md -> (LRS of each seed, the tables)."""
-    of_seeds = tables.lrs_of_seeds(all_runs)
-    lrs = tables.lrs_rows(of_seeds)
-    runs.write_csv(Path(out, 'lrs.csv'), lrs)
-    made = tables.make(all_runs, lrs)
-    report.write(Path(out, 'tables.md'), '\n'.join(map(report.markdown, made)))
-    for table in made:
-        if 'LRS' in table['title']:
-            print('', report.plain(report.markdown(table)), sep='\n')
-    return of_seeds, made
+def check_flags(args):
+    sources = [source for source in (args.runs, args.results, args.hf) if source]
+    check(len(sources) == 1 or (args.theory and not sources),
+          'give one of run folders, such as out/demo, --results=FILE.csv, --theory and --hf FOLDER')
+    check(not (args.theory and args.hf), '--theory and --hf do not go together')
+    for_hf = (args.text, args.positions, args.center_to)
+    check(args.hf or for_hf == (None, None, None), '--text, --positions and --center_to need --hf')
 
 
 def default_out(args):
@@ -60,39 +57,41 @@ def default_out(args):
 
 def main(argv=None):
     args = parse_args(parser(), argv)
-    sources = [source for source in (args.runs, args.results, args.hf) if source]
-    check(len(sources) == 1 or (args.theory and not sources),
-          'give run folders, such as out/demo, --results=FILE.csv, --theory or --hf FOLDER')
-    check(args.hf or not (args.text or args.center_to), '--text and --center_to need --hf')
+    check_flags(args)
     if args.hf:
         from analysis import hf  # which needs transformers
         return hf.main(args)
-
     out = args.out or default_out(args)
-    csv = args.results
-    notes = []  # what was left out
-    shown = []  # the tables and figures of the report
 
     # run folders -> csv files
+    csv = args.results
+    left_out = []  # lines that say which runs, and why
     if args.runs:
-        done, unfinished = runs.find(args.runs)
-        check(done, f'{" ".join(args.runs)}: no finished run (one with a result.json) in there')
-        notes += [f'not finished: {folder}' for folder in unfinished]
+        found, left_out = runs.find(args.runs)
         with lock_folder(out, wait=True):
-            notes += runs.collect(done, out)
+            left_out += runs.collect(found, out)
         csv = Path(out, 'results.csv')
 
-    # csv files -> tables and figures; what cannot be read gets no folder
+    # csv files -> tables and figures; a csv that cannot be read gets no folder
+    items = []
     if csv:
-        all_runs, curves, spread = runs.read(csv)
+        all_runs, curves, distributions = runs.read(csv)
     with lock_folder(out, wait=True):
         if csv:
-            lrs, shown = make_tables(all_runs, out)
-            shown[1:1] = plots.draw(all_runs, lrs, curves, spread, out)  # after the table of runs
+            of_seeds = tables.lrs_of_seeds(all_runs)
+            lrs = tables.lrs_rows(of_seeds)
+            made = tables.make(all_runs, lrs)
+            runs.write_csv(Path(out, 'lrs.csv'), lrs)
+            report.write_text(Path(out, 'tables.md'), '\n'.join(map(report.markdown, made)))
+            items += plots.draw(all_runs, of_seeds, curves, distributions, out) + made
         if args.theory:
-            shown += theory.draw(out)
-        report.write_report(out, '<br>\n'.join(notes), shown)
-    print(*notes, f'wrote {out}; open {Path(out, "report.html")} in a browser', sep='\n')
+            items += theory.draw(out)
+        report.write_page(out, left_out, items)
+
+    for item in items:
+        if 'LRS' in item['title'] and 'rows' in item:
+            print('', item['title'], report.for_terminal(item['rows']), sep='\n')
+    print('', *left_out, f'wrote {out}; open {Path(out, "report.html")} in a browser', sep='\n')
     return 0
 
 

@@ -18,7 +18,8 @@ from oec import sources
 from oec.common import UserError, check, lock_folder
 from oec.head import chunked
 
-WINDOW = 1024  # tokens of a window
+WINDOW = 1024  # tokens
+POSITIONS = 16384
 
 
 def load(path):
@@ -37,82 +38,72 @@ def load(path):
 
 
 def final_states(model, tokens):
-    """tokens (n, T) -> the final hidden states (n T, H), which the head multiplies."""
-    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
+    """tokens (n, T) -> the final hidden states (n T, H) in fp32, which the head multiplies."""
+    return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1).float()
 
 
 def head_config(path, model):
-    """The GPTConfig whose head has the model's logits. UserError if it has more, such as a scale."""
+    """The GPTConfig whose head has the model's logits. UserError if they have more to them."""
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     E = model.get_output_embeddings().weight
     tokens = torch.arange(min(16, len(E)), device=E.device)[None]
     theirs = model(input_ids=tokens, use_cache=False).logits[0].float()
-    ours = final_states(model, tokens).float() @ E.float().T
-    ours = cap * torch.tanh(ours / cap) if cap else ours
+    ours = final_states(model, tokens) @ E.float().T
+    if cap:
+        ours = cap * torch.tanh(ours / cap)
     near = 1e-4 if E.dtype == torch.float32 else 4 * torch.finfo(E.dtype).eps
     check((ours - theirs).abs().max() <= near * theirs.abs().max(), f'--hf={path}: its logits are not output '
           'embedding times final hidden state; what is between is not understood')
-    return GPTConfig(head_mode='soft_capping' if cap else 'baseline', cap=cap or 1.0, logits_dtype='bfloat16',
-                     dtype='bfloat16' if model.device.type == 'cuda' else 'float32')
+    return GPTConfig(head_mode='soft_capping' if cap else 'baseline', cap=cap or 1.0, logits_dtype='bfloat16')
 
 
 def read_windows(model, tokenizer, pattern, n):
-    """Some n tokens of the text that `pattern` names, in windows (-1, length + 1)."""
+    """At least n tokens, if there are so many, of the text that `pattern` names: (windows, length + 1)."""
     most = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
     length = min(WINDOW, most, n)
+    wanted = -(-n // length)  # windows
     paths = sources.local_files(pattern, '--text') if pattern else sources.stdlib_files()
     tokens = []
     for _, _, text in sources.read_texts(paths):
         tokens += tokenizer(text)['input_ids']
-        if len(tokens) >= 2 * n:
+        if len(tokens) >= wanted * (length + 1):
             break
-    n = min(len(tokens) // (length + 1), -(-n // length))
-    check(n > 0, f'--text={pattern}: the text has fewer than {length + 1} tokens')
-    return torch.tensor(tokens[:n * (length + 1)]).view(n, length + 1)
-
-
-def losses(h, E, targets, config):
-    """Cross entropies (), summed over positions, by heads in bf16, in fp32 and in bf16 with centered E."""
-    exact = replace(config, dtype='float32', logits_dtype='float32')
-    heads = {'bf16': (E, config), 'fp32': (E, exact)}
-    if config.head_mode == 'baseline':  # centering changes capped logits
-        heads['bf16_centered'] = E - E.mean(dim=0), config
-    head = chunked(head_loss)
-    return {name: head(h, E, targets, config, with_stats=False)[0].item()
-            for name, (E, config) in heads.items()}
+    wanted = min(wanted, len(tokens) // (length + 1))
+    check(wanted > 0, f'--text={pattern}: the text has fewer than {length + 1} tokens')
+    return torch.tensor(tokens[:wanted * (length + 1)]).view(wanted, length + 1)
 
 
 @torch.no_grad()
 def measure_model(path, args):
-    """Loads, measures and, if asked to, centers a model -> its line of models.csv."""
+    """Loads, measures and, if asked to, centers a model -> its row of models.csv."""
     model, tokenizer = load(path)
     config = head_config(path, model)
+    in_fp32 = replace(config, logits_dtype='float32')
+    head = chunked(head_loss)
     E = model.get_output_embeddings().weight.float()
-    windows = read_windows(model, tokenizer, args.text, args.positions)
-    parts = []
-    total = pd.Series(dtype=float)
-    for window in tqdm(windows.to(E.device), unit='windows', disable=None):
-        h = final_states(model, window[None, :-1]).float()
-        targets = window[1:]
-        parts.append(measure.statistics(h, E, targets, config))
-        total = total.add(pd.Series(losses(h, E, targets, config)), fill_value=0)
-    values = join_stats(parts)
     mu = E.mean(dim=0)
-    n = windows[:, 1:].numel()
-    spread = (E - mu).square().sum(dim=1).mean().sqrt().item()
+    windows = read_windows(model, tokenizer, args.text, args.positions or POSITIONS)
+    parts = []
+    for window in tqdm(windows.to(E.device), unit='windows', disable=None):
+        h, targets = final_states(model, window[None, :-1]), window[1:]
+        found = measure.statistics(h, E, targets, config)
+        found['bf16'] = found.pop('loss')
+        found['fp32'] = head(h, E, targets, in_fp32, with_stats=False)[1]['loss']
+        if config.head_mode == 'baseline':  # centering would change capped logits
+            found['bf16_centered'] = head(h, E - mu, targets, config, with_stats=False)[1]['loss']
+        parts.append({name: values.cpu() for name, values in found.items()})
+    means = {name: values.double().mean().item() for name, values in join_stats(parts).items()}
     if args.center_to:
         center(path, args.center_to, model, tokenizer, windows[:1, :-1].to(E.device))
-    means = {name: x.double().mean().item() for name, x in values.items() if name != 'loss'}
-    return {'model': Path(path).name, 'V': len(E), 'H': E.size(1), 'positions': n,
-            'mu_norm': mu.norm().item(), 'spread': spread, 'drift': mu.norm().item() / spread,
-            'r_emb': measure.norm_ratios(E).mean().item(), **means, **(total / n),
-            'cost': (total.bf16 - total.fp32) / n}
+    return {'model': Path(path).name, 'V': len(E), 'H': E.size(1), 'positions': windows[:, 1:].numel(),
+            'mu_norm': mu.norm().item(), 'mean_share': measure.mean_share(E).item(),
+            'r_emb': measure.norm_ratios(E).mean().item(), **means, 'cost': means['bf16'] - means['fp32']}
 
 
 def center(path, new, model, tokenizer, tokens):
     """
-    Writes the model with the output embeddings E - mu to the folder `new`. UserError if in fp32 a probability
-    over `tokens` (n, T) changes by more than 1e-5, as tied embeddings or capped logits make it.
+    Writes the model with the output embeddings E - mu to the folder `new`, whole or not at all. UserError if
+    in fp32 a probability after `tokens` (n, T) changes by more than 1e-5.
     """
     dtype = model.dtype
     W = model.float().get_output_embeddings().weight
@@ -121,11 +112,13 @@ def center(path, new, model, tokenizer, tokens):
     change = (model(tokens).logits.softmax(dim=-1) - before).abs().max().item()
     check(change <= 1e-5, f'--center_to={new}: centering {path} changes a probability by {change:.1e}; are '
           'its output embeddings tied to the input embeddings, or its logits capped? Nothing was written')
+    temporary = f'{new}.tmp'
     try:
-        model.to(dtype).save_pretrained(new)
-        tokenizer.save_pretrained(new)
+        model.to(dtype).save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        os.rename(temporary, new)
     except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f'--center_to={new}: cannot be written ({error})', status=1) from error
     print(f'{new}: {path} with centered output embeddings; probabilities change by at most {change:.0e}')
 
@@ -137,11 +130,11 @@ def main(args):
     rows = measured.set_index('model').T.map('{:.5g}'.format).rename_axis('').reset_index()
     table = dict(
         title='Output embeddings and logits', where='Section 3', rows=rows,
-        says='Spread: rms of the embeddings around μ; drift: ‖μ‖ / spread. fp32, bf16: cross entropy in nats '
-             'by a head in that precision; cost: bf16 - fp32. Centered: of E - μ, if no logit is capped.')
+        says='mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
+             'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
     out = args.out or Path('results', '-'.join(measured.model))
     with lock_folder(out, wait=True):
         runs.write_csv(Path(out, 'models.csv'), measured)
-        report.write_report(out, '', [table])
-    print('', report.markdown(table), f'wrote {out}', sep='\n')
+        report.write_page(out, [], [table])
+    print('', report.for_terminal(rows), f'wrote {out}', sep='\n')
     return 0

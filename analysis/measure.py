@@ -13,8 +13,8 @@ from oec.common import UserError, read_json, write_json
 from oec.data import Windows, evenly_spaced
 from oec.run_folder import load_checkpoint
 
-POSITIONS = 131_072           # that many test positions of a run are measured, or all if it has fewer
-KEPT = 'statistics_v1.json'   # where a run keeps what was found. If you change what is measured, rename it.
+POSITIONS = 131_072           # how many test positions of a run are measured, or all if it has fewer
+KEPT = 'statistics_v2.json'   # what a run's folder keeps; a new name if what is measured changes
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
@@ -24,13 +24,19 @@ def norm_ratios(E):
     return (E - E.mean(dim=0)).norm(dim=1) / E.norm(dim=1).clamp_min(TINY)
 
 
+def mean_share(E):
+    """V |mu|^2 / |E|_F^2, the mean's share of the squared norm of E (V, H): a scalar from 0 to 1."""
+    return len(E) * E.mean(dim=0).square().sum() / E.square().sum()
+
+
 def centering_ratios(h, E):
     """
-    What centering would do to the exact logits l_i = e_i . h, each (n,): r_log = max |l*_i| / max |l_i| (Eq.
+    What centering would do to the exact logits l_i = e_i . h, each (N,): r_log = max |l*_i| / max |l_i| (Eq.
     11), r_cos, the same of the cosines with h, and cos(mu, h).
     """
     mu = E.mean(dim=0)
-    logits, mu_h = h @ E.T, h @ mu
+    logits = h @ E.T
+    mu_h = h @ mu
     star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h
     cos = logits.abs() / E.norm(dim=1).clamp_min(TINY)  # times |h|, which cancels
     cos_star = star.abs() / (E - mu).norm(dim=1).clamp_min(TINY)
@@ -42,8 +48,8 @@ def centering_ratios(h, E):
 @torch.no_grad()
 def statistics(h, E, targets, config):
     """
-    A dict name -> values of each position (N,): the loss and the statistics of the logits, as the model
-    rounds and caps them, and the ratios of exact logits. N x V logits are never held.
+    A dict name -> values of each position (N,), on the CPU: the loss and the statistics of the logits as the
+    model rounds and caps them, and the ratios of the exact logits. N x V logits are never held.
     """
     n = max(1, 2**24 // len(E))
     parts = []
@@ -55,7 +61,7 @@ def statistics(h, E, targets, config):
 
 
 def summary(values):
-    """Values (n,) -> a dict of SUMMARY: mean, quartiles, extrema and shares, NaN if one is not finite."""
+    """Values (n,) -> a dict of SUMMARY, all of it NaN if a value is not finite."""
     x = values.double().numpy()
     if not np.isfinite(x).all():
         return dict.fromkeys(SUMMARY, math.nan)
@@ -66,7 +72,10 @@ def summary(values):
 
 @torch.no_grad()
 def of_model(gpt, windows):
-    """What results.csv and distributions.csv keep of a model: a dict name -> number, or summary of values."""
+    """
+    A GPT and test windows (n, T + 1) int64 -> {'numbers': a dict of what results.csv keeps,
+    'distributions': a dict quantity -> summary of what distributions.csv keeps}.
+    """
     parts = []
     for batch in windows.to(gpt.E.device).split(max(1, 16384 // gpt.config.block_size)):
         h = gpt.hidden(batch[:, :-1]).flatten(0, 1)
@@ -74,19 +83,26 @@ def of_model(gpt, windows):
         parts.append(statistics(h, gpt.E, targets, gpt.config))
     values = join_stats(parts)
     values['r_emb'] = norm_ratios(gpt.E).cpu()
+    distributions = {name: summary(x) for name, x in values.items()}
 
-    # Fact 3: where all r_emb < 1 and r_cos < 1 (its premise), the paper says that r_log < 1.
-    premise = (values['r_cos'] < 1) & (values['r_emb'] < 1).all()
-    values['fact_3_premise'] = premise.float()
-    values['fact_3_holds'] = (premise & (values['r_log'] < 1)).float()
-    return {**{name: summary(x) for name, x in values.items()},
-            'logit_mean_spread': values['logit_mean'].double().std(correction=0).item(),
-            'logit_max': values['logit_absmax'].max().item(),
-            'mu_norm': gpt.E.mean(dim=0).norm().item()}
+    # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token.
+    r_log = values['r_log'][values['r_cos'] < 1]
+    return {'distributions': distributions, 'numbers': {
+        **{name: found['mean'] for name, found in distributions.items()},
+        'logit_mean_spread': values['logit_mean'].double().std(correction=0).item(),
+        'logit_max': values['logit_absmax'].max().item(),
+        'mu_norm': gpt.E.mean(dim=0).norm().item(),
+        'mean_share': mean_share(gpt.E).item(),
+        'r_emb_below_1': distributions['r_emb']['below_1'],
+        'r_cos_below_1': distributions['r_cos']['below_1'],
+        'fact_3_holds': (r_log < 1).double().mean().item()}}  # NaN if no r_cos is below 1
 
 
 def of_run(folder):
-    """`of_model` of a finished run over some of its test windows; kept in its folder, for the next time."""
+    """
+    `of_model` of a finished run over some of its test windows. It is kept in the run's folder and not taken
+    again, even on another device: BF16 logits differ there in single roundings, `measured_on` says where.
+    """
     kept = Path(folder, KEPT)
     if kept.exists():
         return read_json(kept)
@@ -102,5 +118,5 @@ def of_run(folder):
         raise UserError(f'{folder}/model.pt: not a model of this project ({error})') from error
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     found = of_model(gpt, torch.from_numpy(windows[evenly_spaced(n, len(windows))]))
-    write_json(kept, found)
+    write_json(kept, {**found, 'measured_on': gpt.E.device.type})
     return found

@@ -1,10 +1,10 @@
 """
-Run folders and csv files. All tables and figures are made from three tidy files, which `collect` writes and
+Run folders and csv files. All tables and figures are made from three csv files, which `collect` writes and
 `read` reads; a results.csv made elsewhere will do as well:
 
-    results.csv        a line a run: its settings, its test loss and the statistics of its model
-    curves.csv         a line a log entry: run, step, loss, ...
-    distributions.csv  a line a run and quantity: its mean, quartiles, extrema and shares
+    results.csv        a row for each run: its settings, its test loss and the statistics of its model
+    curves.csv         a row for each line of a run's log: run, step, loss, ...
+    distributions.csv  a row for each run and quantity: mean, quartiles, extrema and shares
 """
 import json
 import math
@@ -20,49 +20,55 @@ from oec.common import UserError, check, read_json, write_atomic
 
 # -------- the columns, and how a csv file is read
 
-
 WORDS, NUMBER, ABOVE_0 = 'plain words', 'a number', 'a number above 0'
 FROM_0, FLAG = 'a number from 0', '0 or 1'
-TESTS = {NUMBER: lambda x: x.notna(), ABOVE_0: lambda x: x > 0, FROM_0: lambda x: x >= 0,
-         FLAG: lambda x: x.isin([0, 1])}
-PLAIN = r'(?!_)[^<>|$"`*\\\x00-\x1f]+'  # a name that means nothing in HTML, in Markdown or in a formula
+PLAIN = r'(?!_)[^<>|$"`*\\\x00-\x1f]+'  # words that mean nothing special in HTML, Markdown or a formula
+TESTS = {  # what a cell should be -> which cells of a column are
+    WORDS: lambda words: words.map(lambda word: re.fullmatch(PLAIN, word) is not None).astype(bool),
+    NUMBER: lambda x: x.notna(),
+    ABOVE_0: lambda x: x > 0,
+    FROM_0: lambda x: x >= 0,
+    FLAG: lambda x: x.isin([0, 1])}
 
-RESULTS = {  # column -> what a cell should be, if it is not empty
+RESULTS = {  # column -> what its cells should be, unless they are empty, which means unknown
     'run': WORDS, 'method': WORDS, 'size': WORDS, 'n_params': ABOVE_0, 'weight_tying': FLAG, 'lam': FROM_0,
     'cap': ABOVE_0, 'lr': ABOVE_0, 'seed': FROM_0, 'steps': ABOVE_0, 'dtype': WORDS, 'logits_dtype': WORDS,
-    'mu_shift': FROM_0, 'init_from': WORDS, 'init_loss': ABOVE_0, 'test_loss': NUMBER, 'diverged': FLAG,
-    'diverged_step': FROM_0, 'mu_norm': FROM_0,
-    'logit_mean': NUMBER, 'logit_mean_spread': FROM_0, 'logit_std': FROM_0, 'logit_absmax': FROM_0,
-    'logit_max': FROM_0, 'cos_mu_h': NUMBER, 'r_emb': FROM_0, 'r_cos': FROM_0, 'r_log': FROM_0,
-    'fact_3_premise': FROM_0, 'fact_3_holds': FROM_0,
-    'lr_sum': FROM_0, 'train_seconds': FROM_0, 'tokens_per_second': FROM_0, 'device': WORDS}
+    'mu_shift': FROM_0, 'init_from': WORDS,
+    'init_loss': ABOVE_0, 'test_loss': NUMBER, 'diverged': FLAG, 'diverged_step': FROM_0,
+    'mu_norm': FROM_0, 'mean_share': FROM_0, 'logit_mean': NUMBER, 'logit_mean_spread': FROM_0,
+    'logit_std': FROM_0, 'logit_absmax': FROM_0, 'logit_max': FROM_0,
+    'cos_mu_h': NUMBER, 'r_emb': FROM_0, 'r_cos': FROM_0, 'r_log': FROM_0,
+    'r_emb_below_1': FROM_0, 'r_cos_below_1': FROM_0, 'fact_3_holds': FROM_0,
+    'train_seconds': FROM_0, 'tokens_per_second': FROM_0, 'device': WORDS}
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
-LEARNED = 0.1  # nats: a run that ends less than that below its loss at initialisation has diverged
-RISEN = 0.5    # nats: so has a run whose training loss rises by more than that
-OF_A_RUN = 'run variant size weight_tying method lam lr seed mu_shift init_from diverged'.split()
-CURVES = {'run': WORDS, **dict.fromkeys('step loss lr_step mu_norm logit_mean logit_absmax'.split(), NUMBER)}
+CURVES = {'run': WORDS, 'step': NUMBER, 'loss': NUMBER, 'lr_step': NUMBER, 'mu_norm': NUMBER,
+          'logit_mean': NUMBER, 'logit_absmax': NUMBER}
 DISTRIBUTIONS = {'run': WORDS, 'quantity': WORDS, **dict.fromkeys(measure.SUMMARY, NUMBER)}
+
+# What the rows of curves.csv and distributions.csv get from results.csv when they are read.
+OF_A_RUN = ['run', 'variant', 'usual', 'size', 'weight_tying', 'method', 'lam', 'lr', 'seed', 'diverged']
 
 
 def parse(cells, columns, required):
     """
-    A DataFrame of words, whose index says where each line is from -> these columns as words and numbers, NaN
-    for what is unknown or not finite. UserError names the first wrong cell.
+    A DataFrame of strings, whose index says where each row is from -> the same with these columns alone, as
+    words and numbers, NaN for what is unknown or not finite. UserError names the first wrong cell.
     """
     cells = cells.reindex(columns=list(columns), fill_value='').apply(lambda column: column.str.strip())
     for column, kind in columns.items():
         words = cells[column].str.lower().replace({'true': '1', 'false': '0'})
         if kind == WORDS:
-            right = words.map(lambda word: re.fullmatch(PLAIN, word) is not None).astype(bool)
+            right = TESTS[WORDS](words)
         else:
             cells[column] = pd.to_numeric(words, errors='coerce').replace([math.inf, -math.inf], math.nan)
             right = TESTS[kind](cells[column])
-        unknown = words.isin(['', 'nan', 'inf', '-inf'])
-        if column in required:
-            unknown &= (column == 'test_loss') & (words != '')  # that of a run that diverged is not a number
-        wrong = ~(right | unknown)
-        if wrong.any():
-            raise UserError(f'{wrong.idxmax()}: {column} should be {kind}, is {words[wrong.idxmax()]!r}')
+        if column == 'test_loss':  # that of a run that diverged need not be finite
+            right |= words.isin(['nan', 'inf', '-inf'])
+        elif column not in required:
+            right |= words.isin(['', 'nan', 'inf', '-inf'])
+        if not right.all():
+            where = right.idxmin()
+            raise UserError(f'{where}: {column} should be {kind}, is {words[where]!r}')
     return cells
 
 
@@ -74,7 +80,7 @@ def read_csv(path, columns, required):
         raise UserError(f'{path}: not readable as csv ({error})') from error
     missing = [column for column in required if column not in cells]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(required)}')
-    check(isinstance(cells.index, pd.RangeIndex), f'{path}: a line has more cells than the first line')
+    check(isinstance(cells.index, pd.RangeIndex), f'{path}: a row has more cells than the first row')
     cells.index = [f'{path} line {i}' for i in range(2, len(cells) + 2)]
     return parse(cells, columns, required)
 
@@ -84,8 +90,44 @@ def write_csv(path, rows, float_format=None):
     write_atomic(path, lambda file: rows.to_csv(file, index=False, float_format=float_format), mode='w')
 
 
-# -------- what follows from a row
+# -------- which runs diverged
 
+LEARNED = 0.1  # nats
+RISEN = 0.5    # nats
+
+
+def diverged(test_loss, init_loss, curve=None, lines=20, windows=20):
+    """
+    Whether a run diverged -> (1, 0, or NaN for unknown; the step where it shows, or NaN). The rule is ours,
+    the paper gives none. `curve` is the training log, if there is one, with step, loss and lr_step.
+
+    A run diverged if a loss or weight was not finite, so that it has no test loss; if it ends less than
+    LEARNED below its loss at initialisation; or if the median training loss of a window after warm-up is more
+    than RISEN above that of an earlier window or above the loss at initialisation. A window is 1 / `windows`
+    of the log but at least `lines` lines, so that noise does not move its median by that much. A log of less
+    than three windows cannot show that a run did not diverge.
+    """
+    has_log = curve is not None and len(curve) > 0
+    if not math.isfinite(test_loss):
+        return 1, curve.step.iloc[-1] if has_log else math.nan
+
+    n = 0  # the number of windows
+    if has_log:
+        warmed_up = curve[curve.step > curve.step[curve.lr_step.idxmax()]]
+        n = min(windows, len(warmed_up) // lines)
+    if n > 0:
+        window = np.arange(len(warmed_up)) * n // len(warmed_up)
+        medians = warmed_up.groupby(window).agg(step=('step', 'first'), loss=('loss', 'median'))
+        risen = medians.loss - medians.loss.cummin().clip(upper=init_loss) > RISEN
+        if risen.any():
+            return 1, medians.step[risen.idxmax()]
+
+    if test_loss >= init_loss - LEARNED:
+        return 1, math.nan
+    return (0 if n >= 3 else math.nan), math.nan
+
+
+# -------- what follows from the columns
 
 def variant(run):
     """What tables and figures call the method of a run: its name, and what is not usual about it."""
@@ -94,30 +136,40 @@ def variant(run):
         words += f' λ={run.lam:g}'
     if run.mu_shift > 0:
         words += f', shift {run.mu_shift:g}'
-    if run.mu_shift > 0 and run.logits_dtype == 'float32':
-        words += ' in fp32'
+    if run.fp32_head:
+        words += ', fp32 head'
     if run.init_from:
         words += f', from {run.init_from}'
     return words
 
 
 def complete(runs, path):
-    """Fills in what an empty cell means, adds `variant` and `capped_loss`, and sorts as the paper does."""
-    default = runs.method.map(METHODS).astype(float)
-    has_no_lam = runs.method.isin(METHODS) & default.isna()  # whatever the csv says
-    runs['lam'] = runs.lam.fillna(default).mask(has_no_lam)
+    """
+    Fills in what an empty cell means; adds the columns variant, usual (from scratch, without a shift, as the
+    paper's tables have it) and capped_loss (as LRS counts it); sorts as the paper does.
+    """
+    default_lam = runs.method.map(METHODS).astype(float)
+    has_no_lam = runs.method.isin(METHODS) & default_lam.isna()  # whatever the csv says
+    runs['lam'] = runs.lam.fillna(default_lam).mask(has_no_lam)
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
+
+    in_fp32 = runs.logits_dtype == 'float32'
+    runs['fp32_head'] = in_fp32 & (runs.logits_dtype == 'bfloat16').any()  # unusual only beside BF16
     runs['variant'] = [variant(run) for run in runs.itertuples()]
-    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # as LRS counts it
+    runs['usual'] = (runs.mu_shift == 0) & (runs.init_from == '') & ~runs.fp32_head
+
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
     lost = runs.capped_loss.isna() & (runs.init_from == '')
     check(not lost.any(), f'{lost.idxmax()}: a test_loss of nan needs an init_loss, which LRS counts for it')
-    no_better = runs.test_loss.isna() | (runs.test_loss >= runs.init_loss - LEARNED)  # needs no log
-    runs['diverged'] = runs.diverged.mask(runs.diverged.isna() & no_better, 1)
+    unknown = runs.diverged.isna()
+    runs.loc[unknown, 'diverged'] = [diverged(run.test_loss, run.init_loss)[0]
+                                     for run in runs[unknown].itertuples()]
 
-    key = ['variant', 'size', 'weight_tying', 'lr', 'seed']
-    for run in runs[runs.duplicated(key)].itertuples():
-        raise UserError(f'{path}: {run.variant} {run.size} with lr={run.lr:g} and seed={run.seed:g} is there '
-                        'twice; runs that differ in anything else should be analysed apart')
+    twice = runs[runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed'])]
+    if len(twice):
+        run = twice.iloc[0]
+        raise UserError(f'{path}: {run.variant} {run["size"]} with lr={run.lr:g} and seed={run.seed:g} is '
+                        'there twice; runs that differ in anything else should be analysed apart')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}
     by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
     return runs.sort_values(by, ignore_index=True,
@@ -131,105 +183,77 @@ def read(path):
     check(len(runs), f'{path}: it has no runs, only a first line')
     runs = complete(runs, path)
 
-    def others(name, columns):
+    def beside(name, columns):
         file = path.with_name(name)
-        if path.name != 'results.csv' or not file.exists():
-            return pd.DataFrame(columns=[*columns, *OF_A_RUN[1:]])
-        return runs[OF_A_RUN].merge(read_csv(file, columns, ['run']))
-    return runs, others('curves.csv', CURVES), others('distributions.csv', DISTRIBUTIONS)
+        there = path.name == 'results.csv' and file.exists()
+        rows = read_csv(file, columns, ['run']) if there else pd.DataFrame(columns=list(columns))
+        return runs[OF_A_RUN].merge(rows)
+    return runs, beside('curves.csv', CURVES), beside('distributions.csv', DISTRIBUTIONS)
 
 
 # -------- run folders
 
-
 def find(folders):
-    """The runs in or right below `folders` -> (paths of those that are finished, of those that are not)."""
-    found = []
+    """
+    The finished runs in or right below `folders` -> (their settings and results as `parse` returns them, with
+    the folders as index; lines that say which runs are not finished). UserError if none is.
+    """
+    files = []
     for folder in map(Path, folders):
         check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
-        files = (file for pattern in ('*.json', '*/*.json') for file in folder.glob(pattern))
-        found += sorted({file.parent for file in files if file.name in ('config.json', 'result.json')})
-    done = [path for path in found if (path / 'result.json').exists()]
-    return done, [path for path in found if path not in done]
+        files += [*folder.glob('config.json'), *folder.glob('*/config.json')]
+
+    runs = {}
+    left_out = []
+    for folder in sorted(file.parent for file in files):
+        if not (folder / 'result.json').exists():
+            left_out.append(f'not finished: {folder}')
+            continue
+        run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
+        run['device'] = run.get('device_name')  # the name of the GPU, not the flag
+        runs[folder] = {name: '' if value is None else str(value) for name, value in run.items()}
+    check(runs, '; '.join(left_out) or f'{" ".join(folders)}: no run in there')
+
+    rows = parse(pd.DataFrame.from_dict(runs, 'index').fillna(''), RESULTS, REQUIRED)
+    rows['run'] = [folder.name for folder in rows.index]
+    twice = rows.run[rows.run.duplicated()]
+    check(twice.empty, f'there are two runs of the name {", ".join(twice)}')
+    return rows, left_out
 
 
 def training_curve(folder, most=1000):
     """The training lines of a run's log, at most so many of them, the last for sure: columns CURVES."""
     try:
         log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-        log = pd.DataFrame([line for line in log if 'lr' in line]).rename(columns={'lr': 'lr_step'})
+        log = pd.DataFrame([line for line in log if 'lr' in line])
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f'{folder / "log.jsonl"}: not readable ({error})') from error
-    every = math.ceil(len(log) / most) or 1
-    return log[::-1][::every][::-1].assign(run=folder.name).reindex(columns=list(CURVES))
+    every = max(1, math.ceil(len(log) / most))
+    log = log.iloc[(len(log) - 1) % every::every]
+    return log.rename(columns={'lr': 'lr_step'}).assign(run=folder.name).reindex(columns=list(CURVES))
 
 
-def diverged(curve, test_loss, init_loss, lines=20, windows=20):
-    """
-    Whether a run diverged -> (1, 0, or NaN for unknown; since which step, or NaN). It did if a loss is not
-    finite, if it ends less than LEARNED below its loss at initialisation, or if the median training loss of a
-    window after warm-up is more than RISEN above that of an earlier one or above the loss at initialisation.
-    A window is 1 / `windows` of the log, but at least so many `lines`, so that noise moves no median by that
-    much; it takes three windows to say no.
-    """
-    if not math.isfinite(test_loss):
-        return 1, math.nan
-    after = curve[curve.step > curve.step[curve.lr_step.idxmax()]] if len(curve) else curve
-    n = min(windows, len(after) // lines)
-    if n:
-        window = np.arange(len(after)) * n // len(after)
-        medians = after.groupby(window).agg(step=('step', 'first'), loss=('loss', 'median'))
-        risen = medians.loss - medians.loss.cummin().clip(upper=init_loss) > RISEN
-        if risen.any():
-            return 1, medians.step[risen.idxmax()]
-    if test_loss >= init_loss - LEARNED:
-        return 1, math.nan
-    if n < 3:
-        return math.nan, math.nan  # too short a log to say no
-    return 0, math.nan
-
-
-def results(folders, notes):
-    """The settings and the result of each folder, as `parse` returns them; `notes` gets what is damaged."""
-    found = {}
-    for folder in folders:
+def collect(runs, out):
+    """Measures the models of the runs that `find` found and writes the csv files -> lines, as `find`."""
+    left_out = []
+    rows, curves, distributions = [], [], []
+    for i, (folder, row) in enumerate(runs.iterrows(), 1):
+        print(f'{i} of {len(runs)}: {folder}', flush=True)
         try:
-            run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
-            run['device'] = run.get('device_name')  # the GPU, and not the flag
-            found[folder] = {name: '' if value is None else str(value) for name, value in run.items()}
+            curve = training_curve(folder)
+            found = measure.of_run(folder)
         except UserError as error:
-            notes.append(f'left out: {error}')
-    check(found, '; '.join(notes))
-    rows = parse(pd.DataFrame.from_dict(found, 'index').fillna(''), RESULTS, REQUIRED)
-    rows['run'] = [folder.name for folder in rows.index]
-    twice = rows.run[rows.run.duplicated()]
-    check(twice.empty, f'there are two runs of the name {", ".join(twice)}')
-    return rows
-
-
-def collect(folders, out):
-    """Measures the models of finished runs, writes the csv files into `out` -> what is left out, as lines."""
-    notes = []
-    rows, curves, spread = [], [], []
-    for folder, row in results(folders, notes).iterrows():  # all of them are checked before one is measured
-        print(f'{len(rows) + 1} of {len(folders)}: {folder}', flush=True)
-        try:
-            curve, found = training_curve(folder), measure.of_run(folder)
-        except UserError as error:
-            notes.append(f'left out: {error}')
+            left_out.append(f'left out: {error}')
             continue
-        for name, value in found.items():
-            row[name] = value['mean'] if isinstance(value, dict) else value
-            if isinstance(value, dict):
-                spread.append({'run': folder.name, 'quantity': name, **value})
-        if math.isnan(row.diverged):
-            row['diverged'], row['diverged_step'] = diverged(curve, row.test_loss, row.init_loss)
-        rows.append(row)
+        row['diverged'], row['diverged_step'] = diverged(row.test_loss, row.init_loss, curve)
+        rows.append({**row, **found['numbers']})
         curves.append(curve)
-    check(rows, '; '.join(notes))
+        for quantity, numbers in found['distributions'].items():
+            distributions.append({'run': folder.name, 'quantity': quantity, **numbers})
+    check(rows, '; '.join(left_out))
     rows = pd.DataFrame(rows).reindex(columns=list(RESULTS))
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell would be an error
     write_csv(Path(out, 'results.csv'), rows)
     write_csv(Path(out, 'curves.csv'), pd.concat(curves), '%.7g')  # enough for a plot
-    write_csv(Path(out, 'distributions.csv'), pd.DataFrame(spread))
-    return notes
+    write_csv(Path(out, 'distributions.csv'), pd.DataFrame(distributions))
+    return left_out

@@ -1,73 +1,88 @@
-"""The statistics of a model against their definitions and the log. What rounding costs is in test_hf.py."""
-from functools import partial
+"""The statistics of a model against their definitions, written out in float64."""
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import train
 from analysis import measure
-from oec import bench
-from oec.head import chunked_head
-from test_facts import HEAD_MODES, close, fact_3_terms, tiny_gpt
+from model import GPT, GPTConfig
 
-WINDOWS = torch.randint(64, (40, 17), generator=torch.Generator().manual_seed(0))
+V, T = 64, 16
+WINDOWS = torch.randint(V, (40, T + 1), generator=torch.Generator().manual_seed(0))
 
 
-def tiny_gpt_32(method='baseline', shift=60.0, logits_dtype='float32', **more):
-    """A tiny GPT in fp32 whose embeddings are shifted: with 60 the mean logits are some hundreds."""
-    gpt = tiny_gpt(method, dtype='float32', logits_dtype=logits_dtype, head=chunked_head, **more)
-    train.shift_mean(gpt.E, 4 * shift, seed=1)  # the norm of 16 numbers of that size
+def shifted_gpt(shift, logits_dtype='float32'):
+    """A tiny GPT whose output embeddings have a mean of this norm."""
+    torch.manual_seed(0)
+    shape = dict(n_layer=1, n_embd=16, n_head=2, vocab_size=V, block_size=T)
+    gpt = GPT(GPTConfig(**shape, logits_dtype=logits_dtype))
+    direction = torch.randn(16)
+    with torch.no_grad():
+        gpt.E.mul_(3).add_(shift * direction / direction.norm())
     return gpt
 
 
-def statistics_of(gpt):
+def test_ratios_and_shares_are_those_of_the_paper():
+    gpt = shifted_gpt(shift=0.7)
+    found = measure.of_model(gpt, WINDOWS)
+    numbers, distributions = found['numbers'], found['distributions']
     with torch.no_grad():
-        return measure.statistics(measure.positions(gpt, WINDOWS), gpt.E, gpt.config)
+        h, E = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).double(), gpt.E.double()
+    mu = E.mean(dim=0)
+    cos, cos_star = (F.cosine_similarity(h[:, None], X, dim=-1).abs().amax(dim=1) for X in (E, E - mu))
+    values = {'r_cos': cos_star / cos, 'cos_mu_h': F.cosine_similarity(h, mu[None]),
+              'r_log': (h @ (E - mu).T).abs().amax(dim=1) / (h @ E.T).abs().amax(dim=1),
+              'r_emb': (E - mu).norm(dim=1) / E.norm(dim=1)}
+    for name, x in values.items():
+        expected = {'mean': x.mean(), 'min': x.min(), 'q25': x.quantile(0.25, interpolation='nearest'),
+                    'max': x.max(), 'below_1': (x < 1).double().mean(), 'above_0': (x > 0).double().mean()}
+        for key, value in expected.items():
+            assert distributions[name][key] == pytest.approx(value.item(), abs=2e-5), (name, key)
+        assert numbers[name] == distributions[name]['mean']
+    assert 0 < numbers['r_emb_below_1'] == (values['r_emb'] < 1).double().mean() < 1
+    assert 0 < numbers['r_cos_below_1'] == (values['r_cos'] < 1).double().mean() < 1
+    holds = values['r_log'][values['r_cos'] < 1] < 1
+    assert numbers['fact_3_holds'] == pytest.approx(holds.double().mean().item())
+    assert numbers['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6)
+    assert numbers['mean_share'] == pytest.approx((V * mu.square().sum() / E.square().sum()).item(), rel=1e-6)
 
 
-def test_what_centering_would_do_to_each_position():
-    """Written out for each. What is taken from the rounded logits is held to the log below."""
-    gpt = tiny_gpt_32(shift=1.0)
-    with torch.no_grad():
-        gpt.E.mul_(3)
-        h_all, E = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).double(), gpt.E.detach().double()
-    found = statistics_of(gpt)
-    for i, h in enumerate(h_all):
-        r_emb, r_cos, r_log, _, _ = fact_3_terms(h, E)
-        expected = torch.stack([r_cos, r_log, F.cosine_similarity(E.mean(dim=0), h, dim=0)])
-        close(torch.stack([found[name][i] for name in ('r_cos', 'r_log', 'cos_mu_h')]).double(), expected,
-              rtol=1e-4, atol=1e-5)
-        assert found['fact_3_premise'][i] == ((r_emb < 1).all() and r_cos < 1)
-        assert found['fact_3'][i] == (not found['fact_3_premise'][i] or r_log < 1)
-    close(found['r_emb'].double(), r_emb, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize('method', HEAD_MODES)
 @pytest.mark.parametrize('logits_dtype', ['float32', 'bfloat16'])
-def test_analysis_and_log_agree_where_the_logits_are_rounded_coarsely(method, logits_dtype):
-    """At a mean logit of some hundreds bf16 rounds to whole numbers: unrounded, each would be another one."""
-    gpt = tiny_gpt_32(method, logits_dtype=logits_dtype)
-    found = {name: values.double() for name, values in statistics_of(gpt).items()}
-    _, stats = gpt(WINDOWS[:, :-1], WINDOWS[:, 1:])
-    logged = train.log_entry(1, 0.1, stats, torch.tensor(0.0), gpt.E)
-    values = {**{name: found[name].mean() for name in ('loss', 'logit_mean', 'logit_std', 'logit_absmax')},
-              'logit_mean_spread': found['logit_mean'].std(correction=0),
-              'logit_max': found['logit_absmax'].max()}
-    for name, value in values.items():
-        assert value.item() == pytest.approx(logged[name], abs=1e-6 * logged['logit_max']), name
-    # sums of 64 numbers of magnitude up to 1, in fp32 in the log
-    assert found['gradient_sum'].mean().item() == pytest.approx(logged['gradient_sum'], abs=64 * 2.0 ** -24)
-    assert logged['mu_norm'] == pytest.approx(gpt.E.detach().double().mean(dim=0).norm().item(), rel=1e-5)
+def test_logits_are_taken_as_the_model_rounds_them(logits_dtype):
+    """Logits of some hundreds are rounded to whole numbers: unrounded, each statistic is another one."""
+    gpt = shifted_gpt(300.0, logits_dtype)
+    dtype = getattr(torch, logits_dtype)
+    with torch.no_grad():
+        logits = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).to(dtype) @ gpt.E.to(dtype).T
+    logits = logits.double()
+    means = logits.mean(dim=1)
+    expected = {'loss': F.cross_entropy(logits, WINDOWS[:, 1:].flatten()), 'logit_mean': means.mean(),
+                'logit_mean_spread': means.std(correction=0), 'logit_max': logits.abs().max(),
+                'logit_std': logits.std(dim=1, correction=0).mean(),
+                'logit_absmax': logits.abs().amax(dim=1).mean()}
+    numbers = measure.of_model(gpt, WINDOWS)['numbers']
+    for name, value in expected.items():  # of logits of up to 1,000, in fp32
+        assert numbers[name] == pytest.approx(value.item(), abs=2e-4), name
 
 
-def test_more_positions_take_no_more_memory():
-    """What is kept of a position is a dozen numbers: its logits would fill the memory of a CPU."""
-    E, config = torch.randn(50304, 8), tiny_gpt(dtype='float32', logits_dtype='bfloat16').config
-    taken = []
-    for n in (1, 1, 8):  # the first time is to load what stays
-        batches = [(torch.randn(512, 8), torch.randint(len(E), (512,))) for _ in range(n)]
-        with torch.no_grad():
-            taken += [bench.extra_memory(partial(measure.statistics, batches, E, config), E.device)]
-    logits_of_the_others = 7 * 512 * len(E) * 4
-    assert not taken[2] - taken[1] > logits_of_the_others / 2  # nan where the system does not say
+def test_the_logits_of_all_positions_are_never_held(monkeypatch):
+    sizes = []
+    head_loss = measure.head_loss
+
+    def recorded(h, E, *args):
+        sizes.append(len(h) * len(E))
+        return head_loss(h, E, *args)
+    h, E, targets = torch.randn(700, 4), torch.randn(50304, 4), torch.arange(700)
+    config = GPTConfig()
+    whole = measure.statistics(h[-10:], E, targets[-10:], config)
+    monkeypatch.setattr(measure, 'head_loss', recorded)
+    found = measure.statistics(h, E, targets, config)
+    assert sum(sizes) == 700 * len(E) and max(sizes) <= 2**24
+    for name, values in whole.items():
+        assert torch.allclose(found[name][-10:], values, rtol=1e-5), name
+
+
+def test_what_is_not_finite_has_no_summary():
+    summary = measure.summary(torch.tensor([1.0, math.inf]))
+    assert list(summary) == measure.SUMMARY and all(math.isnan(x) for x in summary.values())
