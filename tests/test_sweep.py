@@ -1,100 +1,101 @@
 """sweep.sh: its grids, and sweeps that are killed, stopped, shared or have a run that fails."""
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from itertools import product
+from pathlib import Path
 
 import pytest
 
 import train
-from conftest import ENV, ROOT, execute, links
+from conftest import ENV, ROOT
 from oec import common
 from processes import folder_hash, times, wait_until
 
-# It locks its folder and ends as train.py does, and notes each start in a file. While there is a file `hold`
-# with a number in it, runs that start after so many others wait, until a signal ends them.
-FAKE_TRAIN = '''
-import os, signal, sys, time
-sys.path.insert(0, {root!r})
+PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
+LRS = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1]
+SIZES = '16M 29M 57M 109M 221M'.split()
+
+# Stands in for train.py, which takes seconds to start: it locks its folder, ends as train.py does and notes
+# each start. With a number in the file `hold`, runs that start after so many others wait; with `pairs` two
+# runs begin and end together; the run that `broken` names is killed.
+STAND_IN = '''
+import os, signal, time
+from pathlib import Path
 from oec import common
 
-def content(name):
-    path = os.path.join({folder!r}, name)
-    return open(path).read() if os.path.exists(path) else ''
+def text(name):
+    return Path(name).read_text() if Path(name).exists() else ''
 
 def main(argv):
-    out = dict(flag[2:].split('=', 1) for flag in argv if '=' in flag)['out']
-    os.makedirs(out, exist_ok=True)
+    out = Path(argv[-1].removeprefix('--out='))
     with common.lock_folder(out):
-        if os.path.exists(out + '/result.json'):
-            return common.check(common.read_json(out + '/result.json')['argv'] == argv, 'other settings')
-        stop, (name, status, says) = [], (content('broken') or ' 0 ').split(' ', 2)
-        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-        with open({folder!r} + '/started', 'a') as file:
-            file.write(os.path.basename(out) + '\\n')
-        common.check(name != os.path.basename(out), says, int(status))
-        others = content('started').split().index(os.path.basename(out))
-        while others >= int(content('hold') or 100) and not stop:
+        if (out / 'result.json').exists():
+            common.check(common.read_json(out / 'result.json')['flags'] == argv, 'other settings')
+            return print(out, 'is done')
+        me = f'{out.name} {os.getpgid(0)} {os.getpid()} {os.environ.get("CUDA_VISIBLE_DEVICES")}'
+        print(me, file=open('started', 'a'))
+        others = text('started').splitlines().index(me)
+        while text('hold') and others >= int(text('hold')):
             time.sleep(0.01)
-        if stop:
-            time.sleep(0.3)  # saving takes its time
-            print('stopped by a signal')
-            return 143
-        common.write_json(out + '/result.json', {{'argv': argv}})
+        while text('pairs') and len(text('started').splitlines()) < others // 2 * 2 + 2:
+            time.sleep(0.01)
+        if text('broken') == out.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        common.write_json(out / 'result.json', {'flags': argv})
+        print('done: test loss 1.25')
 
 common.program(main)
 '''
 
 
 class Sweep:
-    """A folder of links in which sweep.sh makes ten runs of the stand-in, two at a time."""
+    """A folder in which sweep.sh makes ten runs of the stand-in, two at a time."""
 
     def __init__(self, folder):
-        self.cwd, self.started, self.hold = links(str(folder / 'links')), folder / 'started', folder / 'hold'
-        self.out, self.bin = folder / 'o$(touch${IFS}pwned)ut', folder / 'bin'
-        self.bin.mkdir()
-        (folder / 'fake.py').write_text(FAKE_TRAIN.format(root=ROOT, folder=str(folder)))
-        # Of a plan it keeps the lines and makes names of method and learning rate: train.py would take
-        # seconds, because it imports torch.
-        self.program('python', f'''case $1 in
-            train.py) shift; exec {sys.executable} {folder}/fake.py "$@" ;;
-            analyze.py) [ ! -e {folder}/analysis ] || {{ echo $$ >{folder}/analysis; exec sleep 60; }} ;;
-            -c) tee {folder}/plan | sed "s|.*--method=\\([^ ]*\\) --lr=\\([^ ]*\\).*|& --out=$3/\\1-\\2|" ;;
-            esac''')
-        self.env = {**ENV, 'PATH': f'{self.bin}{os.pathsep}{ENV["PATH"]}', 'OUT': str(self.out), 'JOBS': '2',
-                    'DATA': str(folder), 'METHODS': 'baseline mu_centering', 'LRS': '1e-4 3e-4 1e-3 1e-2 0.1'}
+        self.folder = folder
+        self.out = folder / 'o$(touch${IFS}pwned)*ut'
+        (folder / 'bin').mkdir()
+        (folder / 'sweep.sh').symlink_to(Path(ROOT, 'sweep.sh'))
+        (folder / 'stand_in.py').write_text(STAND_IN)
+        self.program('python', f'case $1 in train.py) exec {sys.executable} stand_in.py "${{@:2}}" ;; '
+                     '-c) cat >/dev/null ;; *) echo "$*" >>others ;; esac')
+        self.program('torchrun', 'set -m; python "${@:3}" &\n'  # no process of its own group, and not at once
+                     'trap "sleep 0.3; kill $!" TERM; wait $! || { wait; exit 1; }')
+        self.program('nvidia-smi', 'echo NVIDIA-SMI has failed, with a comma; exit 9')
+        self.env = {**ENV, 'PATH': f'{folder}/bin:{ENV["PATH"]}', 'PYTHONPATH': ROOT, 'OUT': str(self.out),
+                    'DATA': '.', 'JOBS': '2', 'METHODS': 'z_loss mu_loss', 'LRS': '1e-4 3e-4 1e-3 3e-2 0.1'}
+        self.env.pop('CUDA_VISIBLE_DEVICES', None)
 
-    def program(self, name, text):
-        (self.bin / name).write_text(f'#!/bin/sh\n{text}\n')
-        (self.bin / name).chmod(0o755)
+    def program(self, name, lines):
+        (self.folder / 'bin' / name).write_text(f'#!/usr/bin/env bash\n{lines}\n')
+        (self.folder / 'bin' / name).chmod(0o755)
 
     def start(self, grid='demo', **env):
-        pipe, env = subprocess.PIPE, {**self.env, **env}
-        return subprocess.Popen(['bash', 'sweep.sh', *grid.split()], cwd=self.cwd, env=env, stdout=pipe,
-                                stderr=pipe, text=True, start_new_session=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell cannot trap what is ignored
+        return subprocess.Popen(['bash', 'sweep.sh', *grid.split()], cwd=self.folder, env={**self.env, **env},
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self, status=0, grid='demo', **env):
         return end(self.start(grid, **env), status)
 
-    def start_and_hold(self, **env):
-        """A sweep of which two runs are done and two wait."""
-        self.hold.write_text('2')
-        self.started.touch()
-        started = self.start(**env)
-        wait_until(lambda: len(self.starts()) == 4 and len(self.done()) == 2)
-        return started
+    def lines(self, name):
+        path = self.folder / name
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def done(self):
-        return {path: path.stat().st_mtime_ns for path in self.out.glob('*/result.json')}
+        return len(list(self.out.glob('*/sweep.done')))
 
-    def starts(self):
-        return self.started.read_text().split()
-
-    def check_end(self, after):
-        """All ten runs are done and, the first `after` starts apart, none was started twice."""
-        assert len(self.done()) == 10 and len(set(self.starts()[after:])) == len(self.starts()[after:])
-        assert not os.path.exists(os.path.join(self.cwd, 'pwned'))
+    def plan(self, grid, **env):
+        """The settings of a grid's runs, as train.py reads them from the commands of DRY_RUN=1."""
+        lists = {name: '' for name in ('METHODS', 'LRS', 'OUT', 'DATA', 'JOBS')}
+        lines = self.run(grid=grid, **{**lists, 'DRY_RUN': '1', **env})[0].splitlines()
+        runs = [train.parse_flags(line.split()[2:]) for line in lines]
+        assert len({run.out for run in runs}) == len(runs)
+        return runs
 
 
 def end(started, status):
@@ -108,147 +109,113 @@ def fake(tmp_path):
     return Sweep(tmp_path)
 
 
-def test_a_dry_run_prints_the_papers_grid_with_the_names_of_train(tmp_path):
-    folder = links(str(tmp_path / 'checkout'))
-    done = execute('bash', 'sweep.sh', cwd=folder, DRY_RUN='1', JOBS='2', CUDA_VISIBLE_DEVICES='0,1,2,3',
-                   FLAGS='--center_every=1  --beta2=0.99')
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert all(line[:4] == 'torchrun --standalone --nproc_per_node=2 train.py'.split() for line in lines)
-    runs = [train.parser().parse_args(line[4:]) for line in lines]
-    assert {(args.center_every, args.beta2, args.lam) for args in runs} == {(1, 0.99, None)}
-    assert [args.out for args in runs] == [f'out/paper/{train.run_name(args)}' for args in runs]
-    assert len({args.out for args in runs}) == len(runs) == 6 * 7 * 5 * 2
-    assert os.listdir(tmp_path) == ['checkout'] and not os.path.exists(os.path.join(folder, 'out'))
+@pytest.mark.parametrize('grid, methods, lams, tyings, name', [
+    ('paper', PAPER, [None], [False, True], '16M-tied-mu_loss-lr0.0003-s1'),
+    ('ablation', ['z_loss', 'mu_loss'], [1e-7, 1e-4, 1e-1, 1e2], [False],
+     '57M-untied-z_loss-lam1e-07-lr0.3-s1')])
+def test_the_grids_of_the_paper(fake, grid, methods, lams, tyings, name):
+    runs = fake.plan(grid)
+    found = [(run.method, run.lr, run.size, run.weight_tying, run.lam) for run in runs]
+    assert sorted(found, key=str) == sorted(product(methods, LRS, SIZES, tyings, lams), key=str)
+    given = {'method', 'lr', 'size', 'weight_tying', 'lam', 'out'}
+    defaults = {name: value for name, value in vars(train.parse_flags([])).items() if name not in given}
+    assert all(vars(run).items() >= defaults.items() for run in runs)  # 100,000 steps, seed 1, ...
+    assert f'out/{grid}/{name}' in {run.out for run in runs}
 
 
-@pytest.mark.parametrize('grid, size', [('ablation', ''), ('demo', ''), ('proxy', ''), ('shift', ''),
-                                        ('shift', '16M')])
-def test_the_flags_of_a_grid_are_those_of_train(fake, tmp_path, grid, size):
-    out, _ = fake.run(grid=grid, SIZES=size, METHODS='', LRS='', NPROC='4', DRY_RUN='1')
-    assert out.startswith('torchrun --standalone --nproc_per_node=4 train.py --size=')
-    runs = {}
-    for line in (tmp_path / 'plan').read_text().splitlines():
-        args = train.parser().parse_args(line.split())
-        assert runs.setdefault(train.run_name(args), args) == args  # of one name only if they are the same
-    if grid == 'ablation':
-        assert {args.lam for args in runs.values()} == {1e-7, 1e-4, 1e-1, 1e2}
+def test_four_runs_of_the_demo_are_shifted_and_they_follow_the_lists(fake):
+    def shifted(runs):
+        return sorted((run.method, run.lr, run.seed, run.mu_shift, run.logits_dtype)
+                      for run in runs if run.mu_shift)
+    runs = fake.plan('demo')
+    assert shifted(runs) == [('baseline', 0.01, 1, 300, 'bfloat16'), ('baseline', 0.01, 1, 1000, 'bfloat16'),
+                             ('baseline', 0.01, 1, 1000, 'float32'),
+                             ('mu_centering', 0.01, 1, 1000, 'bfloat16')]
+    assert {(run.method, run.lr, run.size) for run in runs} >= set(product(PAPER, [1e-2, 3e-1], ['tiny']))
+    runs = fake.plan('demo', METHODS='mu_centering', LRS='0.010 2e-2', SEEDS='3 4', TYING='tied untied')
+    assert shifted(runs) == [('mu_centering', 0.01, seed, 1000, 'bfloat16') for seed in (3, 4)]
 
 
-def test_each_of_several_jobs_has_its_own_gpus(fake, tmp_path):
-    """Four GPUs that nvidia-smi names; each training notes which it was given and waits for the others."""
-    fake.program('nvidia-smi', 'for i in 0 1 2 3; do echo "GPU $i: H200"; done')
-    fake.program('torchrun', 'shift 2; exec python "$@"')
-    (tmp_path / 'fake.py').write_text(f"""import os, time
-print(os.environ.get("CUDA_VISIBLE_DEVICES", ""), file=open("{tmp_path}/given", "a"))
-while len(open("{tmp_path}/given").readlines()) < int(os.environ["JOBS"]):
-    time.sleep(0.01)
-raise SystemExit(1)""")
-    fake.env.pop('CUDA_VISIBLE_DEVICES', None)
-    for env, given in ((dict(NPROC='2'), ['0,1', '2,3']), (dict(NPROC='4', JOBS='1'), ['', '']),
-                       (dict(NPROC='1', CUDA_VISIBLE_DEVICES='5,7'), ['5', '7'])):
-        fake.run(status=1, METHODS='baseline', LRS='1e-3 1e-2', **env)
-        assert sorted((tmp_path / 'given').read_text().splitlines()) == given
-        (tmp_path / 'given').unlink()
+@pytest.mark.parametrize('grid', ['paper', 'ablation', 'demo'])
+def test_the_variables_narrow_every_grid(fake, grid):
+    run, = fake.plan(grid, METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5', SEEDS='7',
+                     STEPS='40', DATA='d', OUT='o/x', FLAGS='--beta2=0.99  --seed=8')
+    assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
+    assert (run.seed, run.steps, run.data, run.beta2) == (7, 40, 'd', 0.99)
+    assert run.out == 'o/x/29M-tied-z_loss-lam3e-05-lr0.05-s7' and not fake.lines('others')
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='kills the processes that /proc names')
-def test_a_sweep_that_is_killed_resumes_and_two_share_its_runs(fake):
-    first = fake.start_and_hold()
-    with open(f'/proc/{first.pid}/task/{first.pid}/children') as children:
-        for child in children.read().split():  # all of it at once, as when a machine goes down
-            os.killpg(os.getpgid(int(child)), signal.SIGKILL)
-    first.kill()
-    first.communicate()
-    before = fake.done()
-    fake.hold.unlink()
+@pytest.mark.parametrize('there, jobs, nproc, given', [
+    (1, 1, '', ['0']), (3, 1, '', ['0,1']), (6, 1, '', ['0,1,2,3']), (6, 2, '', ['0,1', '2,3']),
+    (6, 2, '3', ['0,1,2', '3,4,5']), (0, 2, '', ['None', 'None']), (4, 2, '3', []), (1, 2, '', [])])
+def test_each_run_has_its_own_gpus(fake, there, jobs, nproc, given):
+    """A power of two of them, which divides the batch, if NPROC does not say. Too few are refused."""
+    if there:
+        fake.program('nvidia-smi', f'seq 0 {there - 1}')
+    (fake.folder / 'pairs').write_text('yes' * (jobs - 1))  # both are there at a time
+    error = fake.run(0 if given else 2, 'paper', SIZES='16M', TYING='untied', METHODS='baseline', NPROC=nproc,
+                     LRS='1e-3 1e-2' if jobs == 2 else '1e-3', JOBS=str(jobs))[1]
+    assert sorted(line[3] for line in fake.lines('started')) == given
+    assert error.count('\n') == (not given)
+
+
+@pytest.mark.parametrize('name, status, nproc', [
+    ('KILL', -9, '1'), ('INT', 130, '1'), ('TERM', 143, '2'), ('HUP', 129, '2')])
+def test_a_sweep_that_a_signal_ended_resumes_and_two_share_its_runs(fake, name, status, nproc):
+    (fake.folder / 'hold').write_text('2')
+    first = fake.start(NPROC=nproc)
+    wait_until(lambda: len(fake.lines('started')) == 4 and fake.done() == 2)
+    if name == 'KILL':
+        os.killpg(int(fake.lines('started')[0][1]), signal.SIGKILL)  # all of it, as when a machine goes down
+    first.send_signal(getattr(signal, f'SIG{name}'))
+    end(first, status)
+    for run, *_ in fake.lines('started'):
+        common.lock_folder(fake.out / run, wait=name == 'KILL').close()  # refused while the run is alive
+    assert fake.done() == 2 and len(fake.lines('started')) == 4 and not fake.lines('others')
+    (fake.folder / 'hold').unlink()
     for one in [fake.start(), fake.start()]:
         end(one, 0)
-    assert before.items() <= fake.done().items()
-    fake.check_end(after=4)
+    again = [line[0] for line in fake.lines('started')[4:]]
+    assert fake.done() == 10 and len(again) == len(set(again)) == 8  # two were stopped, six had not begun
     before, (out, error) = folder_hash(fake.out), fake.run()
-    assert out.startswith('0 of 10 runs') and error == '' and folder_hash(fake.out) == before  # all are done
+    assert out.startswith('0 of 10 runs') and error == '' and folder_hash(fake.out) == before
+    assert fake.lines('others')[-1] == ['analyze.py', str(fake.out)] and not (fake.folder / 'pwned').exists()
 
 
 @pytest.mark.parametrize('nproc', ['1', '2'])
-def test_a_signal_to_a_sweep_saves_all_its_runs(fake, nproc):
-    """It starts no other, leaves no process, and resumes; torchrun ends with 1 however its processes end."""
-    fake.program('torchrun', 'trap : TERM INT\nshift 2\npython "$@" || exit 1')
-    first = fake.start_and_hold(NPROC=nproc)
-    first.terminate()
-    assert 'resumes' in end(first, 143)[1]
-    assert len(fake.done()) == 2 and not list(fake.out.glob('logs/*.failed'))
-    assert len(set(fake.starts())) == len(fake.starts()) == 4
-    fake.hold.unlink()
+def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake, nproc):
+    broken = fake.folder / 'broken'
+    broken.write_text('tiny-untied-mu_loss-lr0.001-s1')
+    for left in (10, 1):  # the same command tries that one alone
+        out, error = fake.run(1, NPROC=nproc)
+        assert out.startswith(f'{left} of 10 runs') and fake.done() == 9
+        assert broken.read_text() in error and error.count('tiny-untied-') == 2  # its name and its log
+
+
+def test_a_run_is_done_with_its_flags_and_while_its_folder_is_there(fake):
     fake.run()
-    fake.check_end(after=4)
-
-
-def test_a_run_that_fails_does_not_stop_the_others(fake, tmp_path):
-    """One that was stopped, or that another sweep is at work on, did not fail."""
-    broken = 'mu_centering-1e-3'
-    fake.program('torchrun', 'shift 2\npython "$@" || exit 1')  # it ends with 1 however its processes end
-    cases = [('1', 143, 'oh no'), ('1', 130, 'oh no'), ('1', 3, 'oh no'), ('2', 143, 'stopped by a signal'),
-             ('2', 3, 'another process is at work'), ('2', 2, 'oh no'), ('1', 1, 'oh no')]
-    for i, (nproc, status, says) in enumerate(cases):
-        (tmp_path / 'broken').write_text(f'{broken} {status} {says}')
-        out, error = fake.run(status=int(status < 3), NPROC=nproc)
-        assert out.startswith(f'{1 if i else 10} of 10 runs') and len(fake.done()) == 9
-        shown = status if nproc == '1' else 1
-        assert re.search(rf'^\[.*{broken}: status {shown}, error: {says}$', out, re.MULTILINE)
-        failed = [path.name for path in fake.out.glob('logs/*.failed')]
-        assert failed == [f'{broken}.failed'][:status < 3]
-        assert error.splitlines()[1:] == [f'{fake.out}/{broken}: error: {says}'][:status < 3]
-    plan = (fake.out / 'logs' / 'plan').read_text().split()
-    assert len(plan) == 10 and set(plan) == set(fake.starts())
-    (tmp_path / 'broken').unlink()
-    out, error = fake.run()  # the same command tries it again, and that one alone
-    assert out.startswith('1 of 10 runs') and error == '' and len(fake.starts()) == 17
-    assert not list(fake.out.glob('logs/*.failed')) and len(fake.done()) == 10
-
-
-def test_a_run_that_is_done_with_other_settings_is_named_and_left_alone(fake):
-    """It is done by a line of DRY_RUN=1, as in a SLURM array. Of runs of one name only the first is made."""
-    one, run = dict(METHODS='baseline', LRS='1e-2', LAMS='3 4'), fake.out / 'baseline-1e-2'
-    task = dict(cwd=fake.cwd, env={**fake.env, 'LINE': fake.run(DRY_RUN='1', **one)[0]})
-    subprocess.run(['sh', '-c', '$(echo "$LINE")'], check=True, **task)
+    run = fake.out / 'tiny-untied-z_loss-lr0.001-s1'
     before = folder_hash(run)
-    assert '--lam=3' in common.read_json(run / 'result.json')['argv']
-    for env, left, status in ((one, 1, 0), (one, 0, 0), ({**one, 'STEPS': '7'}, 1, 1), (one, 0, 0)):
-        out, error = fake.run(status=status, **env)
-        assert out.startswith(f'{left} of 1 runs') and folder_hash(run) == before
-        assert error.splitlines()[1:] == [f'{run}: error: other settings'][:status]
-
-
-def test_a_signal_ends_the_analysis(fake, tmp_path):
-    (tmp_path / 'analysis').touch()
-    started = fake.start(METHODS='baseline', LRS='1e-2')
-    wait_until(lambda: (tmp_path / 'analysis').read_text())
-    started.terminate()
-    assert 'resumes' in end(started, 143)[1]
+    assert 'other settings' in fake.run(1, STEPS='7')[1] and folder_hash(run) == before
+    shutil.rmtree(run)
+    assert fake.run()[0].startswith('1 of 10 runs') and fake.done() == 10
 
 
 @pytest.mark.parametrize('wrong', [
-    'METHOD=z_loss', 'JOB=', 'NPROCS=2', 'DRYRUN=1', 'METHODS= ', 'TYING=Tied', 'JOBS=a[$(touch pwned)]',
-    'NPROC=-1', 'DATA=a b', 'DATA=/nowhere', 'OUT=a b', 'OUT=/dev/null/x', 'grid=none', 'grid=demo demo'])
-def test_a_grid_or_a_variable_that_is_none_is_refused_with_one_line(fake, wrong):
+    'METHODS= ', 'TYING=Tied', 'LRS=1e-2\r', 'LAMS=big', 'JOBS=a[$(touch pwned)]', 'JOBS=2\n3', 'NPROC=08',
+    'DATA=a b', 'DATA=/nowhere', 'OUT=a b', 'OUT=/dev/null/x', 'grid=none', 'grid=demo demo', 'SIZES=* tiny'])
+def test_what_is_wrong_is_refused_with_one_line_and_nothing_is_written(fake, wrong):
     name, value = wrong.split('=')
-    before = times(fake.cwd)
-    _, error = fake.run(status=2, **{name: value})
-    assert error.startswith('error: ') and error.count('\n') == 1 and name in error
-    assert times(fake.cwd) == before and not fake.started.exists()
+    before = times(fake.folder)
+    real = {'PATH': ENV['PATH']} if name == 'SIZES' else {}  # train.py refuses that
+    error = fake.run(2, **{name: value, **real})[1]
+    assert re.fullmatch(f'error: .*{name.rstrip("S")}.*\n', error, re.IGNORECASE)
+    assert times(fake.folder) == before
 
 
-def test_what_train_refuses_is_one_line_and_a_variable_no_pattern_nor_code(tmp_path):
-    folder = links(str(tmp_path / 'checkout'))
-    before = times(folder)
-    done = execute('bash', 'sweep.sh', cwd=folder, check=2, METHODS='* $(touch${IFS}pwned)')
-    assert done.stderr.startswith('error: argument --method: ') and done.stderr.count('\n') == 1
-    assert "'*'" in done.stderr and times(folder) == before
-
-
-@pytest.mark.parametrize('minutes', [10, -10])
-def test_the_time_left_is_that_of_the_runs_left(fake, tmp_path, minutes):
-    """By a clock on which each run takes ten minutes, and by one that is set back."""
-    fake.program('date', f'echo . >>{tmp_path}/clock; echo $(($(wc -l <{tmp_path}/clock) * {minutes} * 60))')
-    left = re.findall(r'^\[([0-9]+)/10, about (-?[0-9]+) min left', fake.run(JOBS='1')[0], re.MULTILINE)
-    assert left == [(str(i), str(max(0, minutes * (10 - i)))) for i in range(1, 11)]
+def test_the_time_left_is_that_of_the_runs_left(fake):
+    """Two at a time, by a clock on which a run takes ten minutes."""
+    (fake.folder / 'pairs').write_text('yes')
+    fake.program('date', 'n=$(ls "$OUT"/*/sweep.done 2>/dev/null | wc -l); echo $((600 * ((n + 1) / 2)))')
+    left = re.findall(r'^\[[0-9]+/10, about ([0-9]+) min left', fake.run()[0], re.MULTILINE)
+    assert left == '40 40 30 30 20 20 10 10 0 0'.split()
