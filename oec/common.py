@@ -8,11 +8,15 @@ import sys
 
 
 class UserError(Exception):
-    """Ends a program with one line: status 2 for the user's input, 3 for a folder that is in use."""
+    """
+    Ends a program with one line: status 2 for the user's input, 3 for a folder that is in use. Of several
+    processes one speaks for all, unless one of them sees the error `alone`.
+    """
 
-    def __init__(self, message, status=2):
+    def __init__(self, message, status=2, alone=False):
         super().__init__(' '.join(str(message).split()))
         self.status = status
+        self.alone = alone
 
 
 def check(right, message, status=2):
@@ -26,7 +30,7 @@ def program(main):
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        if os.environ.get('LOCAL_RANK', '0') == '0':  # all processes see bad input, one speaks
+        if error.alone or os.environ.get('LOCAL_RANK', '0') == '0':
             print(f'error: {error}', file=sys.stderr, flush=True)
         sys.exit(error.status)
     except KeyboardInterrupt:
@@ -68,12 +72,15 @@ def write_atomic(path, write, mode='wb'):
     """write(file) fills a temporary file, which then replaces `path`: a reader sees one or the other."""
     temporary = f'{path}.tmp'
     text = {} if 'b' in mode else {'encoding': 'utf-8', 'newline': ''}
-    with open(temporary, mode, **text) as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(os.path.dirname(path) or '.')
+    try:
+        with open(temporary, mode, **text) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(os.path.dirname(path) or '.')
+    except OSError as error:
+        raise UserError(f'{path}: cannot be written ({error.strerror})', status=1, alone=True) from error
 
 
 def write_json(path, value):

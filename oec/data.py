@@ -15,6 +15,7 @@ import hashlib
 import os
 
 import numpy as np
+import torch
 
 from oec.common import UserError, check, read_json, write_atomic
 
@@ -78,8 +79,9 @@ class Windows:
         starts = (numbers - np.concatenate(([0], self.ends))[which]) * self.block_size
         length = self.block_size + 1
         tokens = np.stack([self.shards[i][s:s + length] for i, s in zip(which, starts, strict=True)])
-        check(tokens.max() < self.vocab_size,
-              f'the data have token {tokens.max()}, the head only {self.vocab_size} rows')
+        if tokens.max() >= self.vocab_size:  # of the processes, one may see it alone
+            raise UserError(f'the data have token {tokens.max()}, the head only {self.vocab_size} rows',
+                            alone=True)
         return tokens.astype(np.int64)
 
 
@@ -109,3 +111,16 @@ def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
     epochs, within = np.divmod(np.arange(first, first + share), n_windows)
     return np.concatenate([epoch_order(seed, int(epoch), n_windows)[within[epochs == epoch]]
                            for epoch in np.unique(epochs)])
+
+
+def load_batches(windows, start, args, device, rank, world_size):
+    """
+    Yields the share of `rank` in each batch after step `start`: micro-batches (tokens, targets), each
+    (micro_batch_size, block_size) int64 on the device.
+    """
+    for i in range(start, args.steps):
+        numbers = batch_windows(args.seed, i, args.batch_size, len(windows), rank, world_size)
+        batch = torch.from_numpy(windows[numbers])
+        if device.type == 'cuda':
+            batch = batch.pin_memory().to(device, non_blocking=True)
+        yield [(part[:, :-1], part[:, 1:]) for part in batch.split(args.micro_batch_size)]

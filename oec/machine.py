@@ -1,5 +1,4 @@
 """The machine that a run is on: its device, and the processes that torchrun started."""
-import ctypes
 import os
 
 import torch
@@ -7,8 +6,15 @@ import torch.distributed as dist
 
 from oec.common import check
 
-# Dense BF16 peak in TFLOP/s, from NVIDIA's data sheets; the first name that a GPU's name contains counts.
+# Dense BF16 peak in TFLOP/s, from NVIDIA's data sheets; the first name here that is in the GPU's own name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'RTX 4090': 165}
+
+
+def default_dtype(device):
+    """'bfloat16' where products in it are fast: on a GPU, and on a CPU that has units for them."""
+    units = torch.cpu.get_capabilities()
+    fast = device == 'cuda' or units.get('amx_bf16') or units.get('avx512_bf16')
+    return 'bfloat16' if fast else 'float32'
 
 
 def set_up_machine(args, local_rank, world_size):
@@ -20,41 +26,61 @@ def set_up_machine(args, local_rank, world_size):
     if args.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
-    keep_freed_memory()
+
     if args.device == 'cpu':
+        # The logits of each chunk are new memory, and in small pages that takes a fifth of a small step.
+        os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
+        if args.dtype == 'bfloat16' and args.block_size <= 1024:
+            # These two are the CPU's as well. On short sequences its flash attention is slower than products.
+            torch.backends.cuda.enable_flash_sdp(False)
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         return torch.device('cpu')
+
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # long sums stay in fp32
     torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # untested on wider heads
     return torch.device('cuda', local_rank)
 
 
-def keep_freed_memory():
-    """Tells glibc to keep freed memory: zeroing new pages is half the time of a small step on a CPU."""
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
-    mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-    mallopt(-1, -1)     # M_TRIM_THRESHOLD: never
-
-
-def gather(value):
-    """What each process has for `value`, in the order of their ranks."""
-    if not dist.is_initialized():
-        return [value]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def refuse_different_processes(settings):
     """Ends all processes if they would not train the same: they need the same command, data and folder."""
-    everyone = gather(settings)
+    if not dist.is_initialized():
+        return
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, settings)
     for name in settings:
         values = {str(other[name]) for other in everyone}
         check(len(values) == 1, f'the processes differ in {name}: {", ".join(sorted(values))}')
 
 
+def join_processes(values):
+    """(..., N) of each process, N alike -> (..., N of all processes), in the order of their ranks."""
+    if not dist.is_initialized():
+        return values
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values)
+    return torch.cat(parts, dim=-1)
+
+
+def synchronize(device):
+    """Waits until the device has done all that it was given."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def leave_processes():
+    """Waits for the others: torchrun would end one that is still writing when another one has left."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def peak_flops(device):
-    """The BF16 peak of a device in FLOP/s; infinite, so that mfu is 0, where PEAK_TFLOPS knows none."""
-    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'
-    known = (1e12 * peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name)
-    return next(known, float('inf'))
+    """The BF16 peak of a device in FLOP/s, whatever a run's dtype is, or None where PEAK_TFLOPS has none."""
+    if device.type == 'cpu':
+        return None
+    name = torch.cuda.get_device_name(device)
+    for gpu, peak in PEAK_TFLOPS.items():
+        if gpu in name:
+            return 1e12 * peak
+    return None
