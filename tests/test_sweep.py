@@ -77,7 +77,15 @@ class Sweep:
     def start(self, grid='demo', **env):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell cannot trap what is ignored
         return subprocess.Popen(['bash', 'sweep.sh', *grid.split()], cwd=self.folder, env={**self.env, **env},
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                start_new_session=True)  # or a broken sweep.sh would end pytest with it
+
+    def start_and_hold(self, **env):
+        """A sweep of which two runs are done and two wait."""
+        (self.folder / 'hold').write_text('2')
+        started = self.start(**env)
+        wait_until(lambda: len(self.lines('started')) == 4 and self.done() == 2)
+        return started
 
     def run(self, status=0, grid='demo', **env):
         return end(self.start(grid, **env), status)
@@ -161,10 +169,8 @@ def test_each_run_has_its_own_gpus(fake, there, jobs, nproc, given):
 
 @pytest.mark.parametrize('name, status, nproc', [
     ('KILL', -9, '1'), ('INT', 130, '1'), ('TERM', 143, '2'), ('HUP', 129, '2')])
-def test_a_sweep_that_a_signal_ended_resumes_and_two_share_its_runs(fake, name, status, nproc):
-    (fake.folder / 'hold').write_text('2')
-    first = fake.start(NPROC=nproc)
-    wait_until(lambda: len(fake.lines('started')) == 4 and fake.done() == 2)
+def test_a_sweep_that_a_signal_ended_has_no_runs_left_and_resumes(fake, name, status, nproc):
+    first = fake.start_and_hold(NPROC=nproc)
     if name == 'KILL':
         os.killpg(int(fake.lines('started')[0][1]), signal.SIGKILL)  # all of it, as when a machine goes down
     first.send_signal(getattr(signal, f'SIG{name}'))
@@ -173,13 +179,22 @@ def test_a_sweep_that_a_signal_ended_resumes_and_two_share_its_runs(fake, name, 
         common.lock_folder(fake.out / run, wait=name == 'KILL').close()  # refused while the run is alive
     assert fake.done() == 2 and len(fake.lines('started')) == 4 and not fake.lines('others')
     (fake.folder / 'hold').unlink()
-    for one in [fake.start(), fake.start()]:
-        end(one, 0)
-    again = [line[0] for line in fake.lines('started')[4:]]
-    assert fake.done() == 10 and len(again) == len(set(again)) == 8  # two were stopped, six had not begun
+    fake.run()
+    assert fake.done() == 10 and len(fake.lines('started')) == 12  # two of them for the second time
     before, (out, error) = folder_hash(fake.out), fake.run()
     assert out.startswith('0 of 10 runs') and error == '' and folder_hash(fake.out) == before
     assert fake.lines('others')[-1] == ['analyze.py', str(fake.out)] and not (fake.folder / 'pwned').exists()
+
+
+@pytest.mark.parametrize('nproc', ['1', '2'])
+def test_two_sweeps_share_the_runs_of_a_folder(fake, nproc):
+    first = fake.start_and_hold(NPROC=nproc)
+    second = fake.start(NPROC=nproc)  # passes over two that the first one is at, and waits in two others
+    wait_until(lambda: len(fake.lines('started')) == 6)
+    (fake.folder / 'hold').unlink()
+    assert end(first, 0)[1] == end(second, 0)[1] == ''
+    starts = [line[0] for line in fake.lines('started')]
+    assert fake.done() == len(starts) == len(set(starts)) == 10
 
 
 @pytest.mark.parametrize('nproc', ['1', '2'])
@@ -210,7 +225,7 @@ def test_what_is_wrong_is_refused_with_one_line_and_nothing_is_written(fake, wro
     real = {'PATH': ENV['PATH']} if name == 'SIZES' else {}  # train.py refuses that
     error = fake.run(2, **{name: value, **real})[1]
     assert re.fullmatch(f'error: .*{name.rstrip("S")}.*\n', error, re.IGNORECASE)
-    assert times(fake.folder) == before
+    assert times(fake.folder) == before and ("'*'" in error) == ('*' in value)  # no file names
 
 
 def test_the_time_left_is_that_of_the_runs_left(fake):
