@@ -45,14 +45,10 @@ def check_flags(args):
 
 def default_out(args):
     """results/ and the name of the sweep or of the csv file."""
-    if args.runs:
-        named = Path(args.runs[0])
-    elif args.results:
-        csv = Path(args.results)
-        named = csv.parent if csv.name == 'results.csv' else csv.with_suffix('')
-    else:
-        named = Path('theory')
-    return Path('results', named.resolve().name)
+    if args.results:
+        csv = Path(args.results).resolve()
+        return Path('results', csv.parent.name if csv.name == 'results.csv' else csv.stem)
+    return Path('results', Path(args.runs[0]).resolve().name if args.runs else 'theory')
 
 
 def main(argv=None):
@@ -73,9 +69,9 @@ def main(argv=None):
         csv = Path(out, 'results.csv')
 
     # csv files -> tables and figures; a csv that cannot be read gets no folder
-    items = []
     if csv:
         all_runs, curves, distributions = runs.read(csv)
+    items = []
     with lock_folder(out, wait=True):
         if csv:
             of_seeds = tables.lrs_of_seeds(all_runs)

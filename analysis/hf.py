@@ -1,7 +1,6 @@
 """
-The same quantities of models that others trained: any causal language model in Hugging Face format. Is its
-mean output embedding far out, what does BF16 cost it, would centering help? By Fact 2 a finished model can be
-centered without training (--center_to): no probability changes.
+The same quantities of models that others trained, any causal language model in Hugging Face format, and what
+BF16 costs it. By Fact 2 a finished model can be centered without training (--center_to).
 """
 import os
 import shutil
@@ -18,8 +17,7 @@ from oec import sources
 from oec.common import UserError, check, lock_folder
 from oec.head import chunked
 
-WINDOW = 1024  # tokens
-POSITIONS = 16384
+WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
 
 
 def load(path):

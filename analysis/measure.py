@@ -35,8 +35,7 @@ def centering_ratios(h, E):
     11), r_cos, the same of the cosines with h, and cos(mu, h).
     """
     mu = E.mean(dim=0)
-    logits = h @ E.T
-    mu_h = h @ mu
+    logits, mu_h = h @ E.T, h @ mu
     star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h
     cos = logits.abs() / E.norm(dim=1).clamp_min(TINY)  # times |h|, which cancels
     cos_star = star.abs() / (E - mu).norm(dim=1).clamp_min(TINY)
@@ -48,8 +47,8 @@ def centering_ratios(h, E):
 @torch.no_grad()
 def statistics(h, E, targets, config):
     """
-    A dict name -> values of each position (N,), on the CPU: the loss and the statistics of the logits as the
-    model rounds and caps them, and the ratios of the exact logits. N x V logits are never held.
+    A dict name -> values of each position (N,): the loss and the statistics of the logits as the model rounds
+    and caps them, and the ratios of the exact logits. N x V logits are never held.
     """
     n = max(1, 2**24 // len(E))
     parts = []
@@ -79,8 +78,7 @@ def of_model(gpt, windows):
     parts = []
     for batch in windows.to(gpt.E.device).split(max(1, 16384 // gpt.config.block_size)):
         h = gpt.hidden(batch[:, :-1]).flatten(0, 1)
-        targets = batch[:, 1:].flatten()
-        parts.append(statistics(h, gpt.E, targets, gpt.config))
+        parts.append(statistics(h, gpt.E, batch[:, 1:].flatten(), gpt.config))
     values = join_stats(parts)
     values['r_emb'] = norm_ratios(gpt.E).cpu()
     distributions = {name: summary(x) for name, x in values.items()}

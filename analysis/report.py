@@ -14,9 +14,7 @@ PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
   body {{ margin: 0 auto; padding: 1rem; max-width: 68rem; font: 16px/1.5 system-ui, sans-serif; }}
-  h2 {{ margin-top: 2.5rem; }}
-  img {{ max-width: 100%; }}
-  div {{ max-height: 32rem; overflow: auto; }}
+  h2 {{ margin-top: 2.5rem; }} img {{ max-width: 100%; }} div {{ max-height: 32rem; overflow: auto; }}
   table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }}
   th, td {{ padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
   th {{ position: sticky; top: 0; background: #fff; }}
@@ -64,5 +62,5 @@ def write_page(out, left_out, items):
     links = '<br>\n'.join(f'<a href="#{i}">{item["title"]}</a>' for i, item in enumerate(items))
     title = f'{Path(out).resolve().name}: output embedding centering'
     notes = '<br>\n'.join(map(html.escape, left_out))
-    page = PAGE.format(title=title, left_out=notes, links=links, body='\n'.join(body))
-    write_text(Path(out, 'report.html'), page)
+    write_text(Path(out, 'report.html'),
+               PAGE.format(title=title, left_out=notes, links=links, body='\n'.join(body)))

@@ -29,7 +29,6 @@ TESTS = {  # what a cell should be -> which cells of a column are
     ABOVE_0: lambda x: x > 0,
     FROM_0: lambda x: x >= 0,
     FLAG: lambda x: x.isin([0, 1])}
-
 RESULTS = {  # column -> what its cells should be, unless they are empty, which means unknown
     'run': WORDS, 'method': WORDS, 'size': WORDS, 'n_params': ABOVE_0, 'weight_tying': FLAG, 'lam': FROM_0,
     'cap': ABOVE_0, 'lr': ABOVE_0, 'seed': FROM_0, 'steps': ABOVE_0, 'dtype': WORDS, 'logits_dtype': WORDS,
@@ -44,7 +43,6 @@ REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
 CURVES = {'run': WORDS, 'step': NUMBER, 'loss': NUMBER, 'lr_step': NUMBER, 'mu_norm': NUMBER,
           'logit_mean': NUMBER, 'logit_absmax': NUMBER}
 DISTRIBUTIONS = {'run': WORDS, 'quantity': WORDS, **dict.fromkeys(measure.SUMMARY, NUMBER)}
-
 # What the rows of curves.csv and distributions.csv get from results.csv when they are read.
 OF_A_RUN = ['run', 'variant', 'usual', 'size', 'weight_tying', 'method', 'lam', 'lr', 'seed', 'diverged']
 
@@ -57,11 +55,11 @@ def parse(cells, columns, required):
     cells = cells.reindex(columns=list(columns), fill_value='').apply(lambda column: column.str.strip())
     for column, kind in columns.items():
         words = cells[column].str.lower().replace({'true': '1', 'false': '0'})
-        if kind == WORDS:
-            right = TESTS[WORDS](words)
-        else:
-            cells[column] = pd.to_numeric(words, errors='coerce').replace([math.inf, -math.inf], math.nan)
-            right = TESTS[kind](cells[column])
+        values = words
+        if kind != WORDS:
+            values = pd.to_numeric(words, errors='coerce').replace([math.inf, -math.inf], math.nan)
+            cells[column] = values
+        right = TESTS[kind](values)
         if column == 'test_loss':  # that of a run that diverged need not be finite
             right |= words.isin(['nan', 'inf', '-inf'])
         elif column not in required:
@@ -89,8 +87,6 @@ def write_csv(path, rows, float_format=None):
     rows = rows.convert_dtypes()  # whole numbers without a point
     write_atomic(path, lambda file: rows.to_csv(file, index=False, float_format=float_format), mode='w')
 
-
-# -------- which runs diverged
 
 LEARNED = 0.1  # nats
 RISEN = 0.5    # nats
@@ -127,8 +123,6 @@ def diverged(test_loss, init_loss, curve=None, lines=20, windows=20):
     return (0 if n >= 3 else math.nan), math.nan
 
 
-# -------- what follows from the columns
-
 def variant(run):
     """What tables and figures call the method of a run: its name, and what is not usual about it."""
     words = paper.NAMES.get(run.method, run.method)
@@ -161,9 +155,8 @@ def complete(runs, path):
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
     lost = runs.capped_loss.isna() & (runs.init_from == '')
     check(not lost.any(), f'{lost.idxmax()}: a test_loss of nan needs an init_loss, which LRS counts for it')
-    unknown = runs.diverged.isna()
-    runs.loc[unknown, 'diverged'] = [diverged(run.test_loss, run.init_loss)[0]
-                                     for run in runs[unknown].itertuples()]
+    by_rule = [diverged(run.test_loss, run.init_loss)[0] for run in runs.itertuples()]
+    runs['diverged'] = runs.diverged.fillna(pd.Series(by_rule, runs.index))
 
     twice = runs[runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed'])]
     if len(twice):
@@ -196,7 +189,7 @@ def read(path):
 def find(folders):
     """
     The finished runs in or right below `folders` -> (their settings and results as `parse` returns them, with
-    the folders as index; lines that say which runs are not finished). UserError if none is.
+    the folders as index; lines that name those not finished). UserError if none is finished.
     """
     files = []
     for folder in map(Path, folders):
