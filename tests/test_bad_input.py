@@ -91,21 +91,17 @@ FLAGS = {'train': '''
     {bad}/other_run -> {bad}/other_run
     --results=/nowhere.csv -> /nowhere.csv
     {bad} --results={bad}/good.csv -> --results
-    --results={bad}/good.csv --method=mu_los -> --method=mu_los, baseline
     --results={bad}/empty.csv -> empty.csv
-    --results={bad}/no_loss.csv -> test_loss
+    --results={bad}/no_loss.csv -> no_loss.csv, test_loss
     --results={bad}/no_runs.csv -> no_runs.csv
     --results={bad}/cells.csv -> cells.csv
-    --results={bad}/column_twice.csv -> twice
     --results={bad}/twice.csv -> twice.csv
     --results={bad}/latin.csv -> latin.csv
     --positions=9 --results={bad}/good.csv -> --positions
     --text=x --theory -> --text
-    --drop_odd_rows x -> --drop_odd_rows
-    --center_to=x x -> --center_to
-    --method=x --hf x -> --method
+    --center_to=x {bad} -> --center_to
     --theory --hf x -> --theory, --hf
-    --method=x --theory -> --method
+    --hf x y --center_to=z -> --center_to
     ''', 'bench': '''
     --sizes=17M -> --sizes=17M, 16M
     --methods=baseline,mu -> --methods=baseline,mu, mu_loss
