@@ -63,27 +63,26 @@ FLAGS = {'train': '''
     --source=local -> --files
     --source=local --files= -> --files
     --source=local --files=x --out= -> --out
-    --source=local --tokenizer=bytes --files={bad}/*.{txt,jsonl} -> none, braces
-    --name= -> --name=
     --source=stdlib --files=x -> --files
     --source=stdlib --name=x -> --name
     --source=pretokenized --tokenizer=bytes -> --tokenizer
-    --source=stdlib --vocab_size=1024 -> --tokenizer=bpe
-    --tokenizer=bpe --vocab_size=256 -> --vocab_size, from 257
+    --source=pretokenized --val_tokens=1e6 -> --val_tokens
+    --tokenizer=bpe -> --tokenizer, gpt2, bytes
     --val_tokens=3e9 -> --val_tokens
     --source=local --tokenizer=bytes --files=/nowhere/* -> /nowhere/*, none
     --source=local --tokenizer=bytes --files={bad}/*.* -> .doc, .parquet
-    --source=local --tokenizer=bytes --files={bad}/words.jsonl -> words.jsonl, text column
+    --source=local --tokenizer=bytes --files={bad}/words.jsonl -> words.jsonl, row 0, text
     --source=local --tokenizer=bytes --files={bad}/cut.jsonl -> cut.jsonl, row 1
-    --source=local --tokenizer=bytes --files={bad}/empty.jsonl -> empty.jsonl
+    --source=local --tokenizer=bytes --files={bad}/empty.jsonl -> only 0 tokens, --val_tokens
     --source=local --tokenizer=bytes --files={bad}/cut.parquet -> cut.parquet
-    --source=local --tokenizer=bytes --files={bad}/latin.txt -> latin.txt
-    --source=local --tokenizer=bytes --files={bad}/row.parquet -> row.parquet, row 9, text column
-    --source=local --tokenizer=bytes --files={bad}/pair.jsonl -> 'the half pair, utf-8
+    --source=local --tokenizer=bytes --files={bad}/no_text.parquet -> no_text.parquet, text column
+    --source=local --tokenizer=bytes --files={bad}/row.parquet -> row.parquet, row 9, text
+    --source=local --tokenizer=bytes --files={bad}/latin.txt -> latin.txt, utf-8
     --source=local --tokenizer=bytes --val_tokens=102 --files={bad}/x.txt -> only 101 tokens, --val_tokens
     --source=local --tokenizer=bytes --val_tokens=101 --files={bad}/x.txt -> only 101 tokens, --val_tokens
     --source=stdlib --tokenizer=bytes --out={bad}/a.doc -> a.doc
     --source=stdlib --tokenizer=bytes --out={bad}/meta_text -> meta.json
+    --source=stdlib --tokenizer=bytes --out={bad}/cut -> x_train_000000.bin
     ''', 'analyze': '''
     -> --results
     /nowhere -> /nowhere
@@ -118,7 +117,7 @@ FILES = {
     'column_twice.csv': HEAD + b',lr\nbaseline,16M,0,0.1,3,0.1\n',
     'twice.csv': HEAD + b'\nbaseline,16M,0,0.1,3\nbaseline,16M,0,0.1,4\n',
     'older_run/config.json': b'{"lr": 7}', 'other_run/config.json': b'{"format": %d, "lr": 7}' % FORMAT,
-    'row.parquet': parquet(text=['x'] * 9 + [None]), 'pair.jsonl': b'{"text": "the half pair \\ud800"}\n',
+    'row.parquet': parquet(text=['x'] * 9 + [None]), 'no_text.parquet': parquet(words=['x']),
     'x.txt': b'x' * 100, 'folder/x_train_000000.bin/x': b''}
 
 CASES = [(program, *line.split('->')) for program in FLAGS for line in FLAGS[program].strip().splitlines()]
