@@ -9,9 +9,7 @@ from pathlib import Path
 from oec.common import write_atomic
 
 PAGE = """<!doctype html>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>
   body {{ margin: 0 auto; padding: 1rem; max-width: 68rem; font: 16px/1.5 system-ui, sans-serif; }}
   h2 {{ margin-top: 2.5rem; }} img {{ max-width: 100%; }} div {{ max-height: 32rem; overflow: auto; }}
@@ -22,8 +20,7 @@ PAGE = """<!doctype html>
   sub {{ color: #777; vertical-align: baseline; }}
 </style>
 <h1>{title}</h1>
-<p>{left_out}</p>
-<p>{links}</p>
+<p>{left_out}</p><p>{links}</p>
 {body}
 """
 

@@ -18,8 +18,6 @@ from analysis import measure, paper
 from model import METHODS, SIZES
 from oec.common import UserError, check, read_json, write_atomic
 
-# -------- the columns, and how a csv file is read
-
 WORDS, NUMBER, ABOVE_0 = 'plain words', 'a number', 'a number above 0'
 FROM_0, FLAG = 'a number from 0', '0 or 1'
 PLAIN = r'(?!_)[^<>|$"`*\\\x00-\x1f]+'  # words that mean nothing special in HTML, Markdown or a formula
@@ -183,8 +181,6 @@ def read(path):
         return runs[OF_A_RUN].merge(rows)
     return runs, beside('curves.csv', CURVES), beside('distributions.csv', DISTRIBUTIONS)
 
-
-# -------- run folders
 
 def find(folders):
     """
