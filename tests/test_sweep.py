@@ -107,14 +107,16 @@ class Sweep:
 
 
 def end(started, status):
-    out, error = started.communicate(timeout=120)
+    out, error = started.communicate(timeout=60)
     assert started.returncode == status, out + error
     return out, error
 
 
 @pytest.fixture
 def fake(tmp_path):
-    return Sweep(tmp_path)
+    yield Sweep(tmp_path)
+    for name in ('hold', 'pairs'):  # nothing waits on after a test that failed
+        (tmp_path / name).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize('grid, methods, lams, tyings, name', [
