@@ -1,6 +1,7 @@
 """Programs in processes of their own, to be killed, starved of disk and started twice."""
 import glob
 import hashlib
+import importlib
 import multiprocessing
 import os
 import resource
@@ -8,6 +9,7 @@ import sys
 import time
 from unittest import mock
 
+import train
 from oec import common
 
 # Processes start in a moment: they are forked from a server that has imported all this and done nothing with
@@ -32,6 +34,8 @@ def in_process(main, argv, stderr, env, file_limit, prepare):
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ.update(env)
+    importlib.reload(train)  # which reads torchrun's variables when it is imported
+    main = getattr(sys.modules[main.__module__], main.__name__)
     if file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     if prepare:

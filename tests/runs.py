@@ -7,12 +7,12 @@ import socket
 import torch
 
 import train
-from oec import common, run_folder
+from oec import common
 from processes import process
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')
-TIMES = ('elapsed', 'tokens_per_second', 'mfu', 'train_seconds', 'step_seconds', 'log_bytes')
+TIMES = ('tokens_per_second', 'mfu', 'train_seconds', 'timed_steps', 'log_bytes')  # whose digits vary
 PORTS = itertools.count(20_000 + os.getpid() % 10_000)  # below those that gloo takes from the system
 
 
@@ -33,12 +33,13 @@ def result_of(folder):
     return common.read_json(os.path.join(folder, 'result.json'))
 
 
-def state_of(folder):
-    """All that a run has left that kept its checkpoint, without times."""
-    model, checkpoint = load(folder), load(folder, 'ckpt.pt')
+def state_of(folder, last='model_12.pt'):
+    """All that a run has left, without times; `last` is what --keep_every kept of its last step."""
+    model = load(folder)
+    kept = load(folder, last)
     return {'log': log_of(folder), 'result': without_times(result_of(folder)), 'model': model['model'],
-            'step': (model['step'], checkpoint['step']), 'trained': checkpoint['model'],
-            'optimizer': checkpoint['optimizer']['state'], 'so_far': without_times(checkpoint['so_far'])}
+            'step': (model['step'], kept['step']), 'trained': kept['model'],
+            'optimizer': kept['optimizer']['state'], 'progress': without_times(kept['progress'])}
 
 
 def assert_same(a, b, path=''):
@@ -55,24 +56,19 @@ def assert_same(a, b, path=''):
         assert same, f'{path}: {a} and {b}'
 
 
-def keep_checkpoint():
-    """Makes the end of a run leave ckpt.pt, so that the optimizer can be compared."""
-    run_folder.RunFolder.drop_checkpoint = lambda self: None
-
-
 def at_call(name, number, act, *args):
     """Has train.<name> call act(*args) first as this process calls it for the time `number`, 1, 2, ..."""
     real, calls = getattr(train, name), itertools.count(1)
 
-    def call(*given):
+    def call(*given, **named):
         if next(calls) == number:
             act(*args)
-        return real(*given)
+        return real(*given, **named)
     setattr(train, name, call)
 
 
 def signal_at_step(number, at):
-    """Sends this process a signal during its optimizer step `at`."""
+    """Sends this process a signal as its optimizer step `at` begins."""
     at_call('train_step', at, os.kill, os.getpid(), number)
 
 
