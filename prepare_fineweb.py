@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from oec import sources
-from oec.common import UserError, check, lock_folder, number, parse_args, program, read_json, write_json
+from oec.common import check, lock_folder, number, parse_args, program, read_json, write_json
 from oec.data import read_shard, write_shard
 
 NAMES = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}  # defaults of --name
@@ -69,6 +69,7 @@ def tokenize(texts, args):
     def encode_batch(batch):
         return [(file, row, np.concatenate(encode(text), dtype=np.uint16, casting='unsafe'))
                 for file, row, text in batch]
+
     with ThreadPoolExecutor(args.workers) as pool:
         pending = []
         while batch := list(itertools.islice(texts, 32)):
@@ -158,23 +159,20 @@ def main(argv=None):
         if meta['shards'] == 0:  # what cannot be read, or is too short, is found before anything is written
             shards = itertools.chain([next(shards)], shards)
 
-    try:
-        with lock_folder(args.out):
+    with lock_folder(args.out):
+        write_json(meta_path, meta)
+        n_shards = 1 + math.ceil(args.tokens / args.shard_tokens)
+        for shard, position in tqdm(shards, 'shards', n_shards, initial=meta['shards']):
+            name = 'val_000000'
+            if meta['shards'] > 0:
+                name = f'train_{meta["shards"] - 1:06d}'
+                meta['tokens'] += len(shard)
+            if not ready:
+                write_shard(f'{args.out}/{args.source}_{name}.bin', shard)
+            meta.update(position, shards=meta['shards'] + 1)
             write_json(meta_path, meta)
-            for shard, position in tqdm(shards, 'shards', 1 + math.ceil(args.tokens / args.shard_tokens),
-                                        initial=meta['shards']):
-                name = 'val_000000'
-                if meta['shards'] > 0:
-                    name = f'train_{meta["shards"] - 1:06d}'
-                    meta['tokens'] += len(shard)
-                if not ready:
-                    write_shard(f'{args.out}/{args.source}_{name}.bin', shard)
-                meta.update(position, shards=meta['shards'] + 1)
-                write_json(meta_path, meta)
-                if meta['tokens'] >= args.tokens:
-                    break
-    except OSError as error:
-        raise UserError(f'{args.out}: {error}; the same command resumes', status=1) from error
+            if meta['tokens'] >= args.tokens:
+                break
     print(f'{args.out}: {meta["tokens"]:,} of {args.tokens:,} training tokens, {meta["shards"]} shards')
 
 
