@@ -93,13 +93,13 @@ def of_model(gpt, windows):
         'mean_share': mean_share(gpt.E).item(),
         'r_emb_below_1': distributions['r_emb']['below_1'],
         'r_cos_below_1': distributions['r_cos']['below_1'],
-        'fact_3_holds': (r_log < 1).double().mean().item()}}  # NaN if no r_cos is below 1
+        'r_log_below_1_too': (r_log < 1).double().mean().item()}}  # NaN if no r_cos is below 1
 
 
 def of_run(folder):
     """
-    `of_model` of a finished run over some of its test windows. It is kept in the run's folder and not taken
-    again, even on another device: BF16 logits differ there in single roundings, `measured_on` says where.
+    `of_model` of a finished run over some of its test windows. It is kept in the run's folder, beside the
+    device that took it, and not taken again on another one.
     """
     kept = Path(folder, KEPT)
     if kept.exists():

@@ -35,7 +35,7 @@ RESULTS = {  # column -> what its cells should be, unless they are empty, which 
     'mu_norm': FROM_0, 'mean_share': FROM_0, 'logit_mean': NUMBER, 'logit_mean_spread': FROM_0,
     'logit_std': FROM_0, 'logit_absmax': FROM_0, 'logit_max': FROM_0,
     'cos_mu_h': NUMBER, 'r_emb': FROM_0, 'r_cos': FROM_0, 'r_log': FROM_0,
-    'r_emb_below_1': FROM_0, 'r_cos_below_1': FROM_0, 'fact_3_holds': FROM_0,
+    'r_emb_below_1': FROM_0, 'r_cos_below_1': FROM_0, 'r_log_below_1_too': FROM_0,
     'train_seconds': FROM_0, 'tokens_per_second': FROM_0, 'device': WORDS}
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
 CURVES = {'run': WORDS, 'step': NUMBER, 'loss': NUMBER, 'lr_step': NUMBER, 'mu_norm': NUMBER,
