@@ -192,8 +192,7 @@ def find(folders):
         check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
         files += [*folder.glob('config.json'), *folder.glob('*/config.json')]
 
-    runs = {}
-    left_out = []
+    runs, left_out = {}, []
     for folder in sorted(file.parent for file in files):
         if not (folder / 'result.json').exists():
             left_out.append(f'not finished: {folder}')
