@@ -90,17 +90,19 @@ def record(argv):
     train.main in a rank, which leaves what it saw as rank<r>.pt in the run's folder, argv[-1]: the tokens of
     each step by micro-batch, the first step's gradients before they are clipped, the weights at the end.
     """
-    seen, clip, train_step = {'batches': []}, torch.nn.utils.clip_grad_norm_, train.train_step
+    seen = {'batches': []}
+    clip = torch.nn.utils.clip_grad_norm_
+    train_step = train.train_step
 
     def recorded_clip(parameters, *args):
         parameters = list(parameters)
         seen.setdefault('gradients', [p.grad.clone() for p in parameters])
         return clip(parameters, *args)
 
-    def recorded_step(model, optimizer, batch, *more):
+    def recorded_step(model, optimizer, batch, *more, **named):
         seen['batches'].append([tokens for tokens, _ in batch])
         seen['weights'] = getattr(model, 'module', model).state_dict()
-        return train_step(model, optimizer, batch, *more)
+        return train_step(model, optimizer, batch, *more, **named)
     torch.nn.utils.clip_grad_norm_, train.train_step = recorded_clip, recorded_step
     train.main(argv)
     torch.save(seen, os.path.join(argv[-1].removeprefix('--out='), f'rank{os.environ["RANK"]}.pt'))
