@@ -19,11 +19,11 @@ from oec.common import UserError, check
 
 @contextlib.contextmanager
 def naming(what, hub=False):
-    """Any exception of a library becomes a UserError that names `what`; status 1 if the network is to blame."""
+    """Any exception of a library becomes a UserError that names `what`, status 1 if the network failed."""
     try:
         yield
-    # Exception, since tiktoken, transformers, `datasets` and the hub's client pass on what their own libraries
-    # raise. So only calls of these may stand inside: a bug of ours keeps its traceback.
+    # Exception, since tiktoken, transformers, datasets and the hub's client pass on what the libraries below
+    # them raise. So only calls of these may stand inside: a bug of ours keeps its traceback.
     except Exception as error:
         line = f'{what}: {str(error) or type(error).__name__}'[:400]
         check(hub and not isinstance(error, (ValueError, RepositoryNotFoundError)), line)
