@@ -1,140 +1,130 @@
-"""The two heads: what is rounded where, whether compiled or not; chunks; the statistics of each position."""
-import contextlib
-
+"""The head, plain and in chunks: statistics, what is rounded where, the compiler, memory."""
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from model import SUBSETS, GPTConfig, logits_to_loss
+from model import METHODS, GPTConfig, head_loss
 from oec import head as head_py
-from oec.common import UserError
-from oec.head import compiled_head, loss_and_grad
-from test_facts import HEAD_MODES, both_heads, chunks_of, close, config_64, generator, random_heads
+from oec.head import chunked
+from runs import assert_same
+from test_facts import both_heads, close, config_64, generator, of_logits, random_heads
 
 BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 significant bits)
 
 
+def chunks_of(n, V, itemsize, monkeypatch):
+    """Has the chunked head take n positions at a time, of V logits of so many bytes."""
+    monkeypatch.setattr(head_py, 'CHUNK_BYTES', dict.fromkeys(head_py.CHUNK_BYTES, n * V * itemsize))
+
+
 @both_heads
-@pytest.mark.parametrize('rounded', SUBSETS)
 @pytest.mark.parametrize('method', ['baseline', 'soft_capping'])
-def test_each_part_is_rounded_where_it_is_named_and_only_there(method, rounded, head, monkeypatch):
-    """Products in float64, so that the parts rounded to bf16 are known to all digits."""
-    monkeypatch.setattr(head_py, 'n_chunks', chunks_of(7))
-
-    def low(part, x):
-        return x.bfloat16().double() if part in rounded.split(',') else x
-    config = config_64(method, cap=9.0, logits_dtype='bfloat16', rounded=rounded)
+def test_statistics_are_those_of_each_position_over_the_vocabulary(method, head, monkeypatch):
     for h, E, targets in random_heads(20):
-        h_low, E_low = low('operands', h), low('operands', E)
-        logits = low('logits', h_low @ E_low.T)
-        tanh = torch.tanh(logits / 9)
-        capped = low('logits', 9 * tanh) if method == 'soft_capping' else logits
-        grad = low('gradient', capped.softmax(dim=1) - F.one_hot(targets, len(E)))
-        if method == 'soft_capping':  # of the capped logits, then of those before
-            grad = low('gradient', grad * (1 - tanh ** 2))
-        expected = {'loss': F.cross_entropy(capped, targets, reduction='none'),
-                    'logit_mean': capped.mean(dim=1), 'logit_std': capped.std(dim=1, correction=0),
-                    'logit_absmax': capped.abs().amax(dim=1)}
-        loss, stats = head(h.requires_grad_(), E.requires_grad_(), targets, config)
-        with torch.no_grad():
-            evaluated = head(h, E, targets, config)
-        for total, of_each in ((loss.detach(), stats), evaluated):
-            close(total, expected['loss'].sum(), rtol=1e-10, atol=1e-10)
-            close({name: of_each[name] for name in expected}, expected, rtol=1e-9, atol=1e-9)
-        exact = grad @ E_low, grad.T @ h_low
-        for found, expected in zip(torch.autograd.grad(loss, (h, E)), exact, strict=True):
-            close(found, expected, rtol=1e-9, atol=1e-10 * max(1, expected.abs().max().item()))
+        chunks_of(7, len(E), 8, monkeypatch)
+        logits = h @ E.T
+        if method == 'soft_capping':  # of the capped logits
+            logits = 5 * torch.tanh(logits / 5)
+        total, stats = head(h, E, targets, config_64(method, cap=5.0))
+        same_total, fewer = head(h, E, targets, config_64(method, cap=5.0), with_stats=False)
+        found = torch.stack([stats.pop(name) for name in ('logit_mean', 'logit_std', 'logit_absmax')])
+        expected = logits.mean(dim=1), logits.std(dim=1, correction=0), logits.abs().amax(dim=1)
+        close(found, torch.stack(expected), rtol=1e-9, atol=1e-9)
+        assert_same((total, stats), (same_total, fewer))
 
 
-def assert_exact_up_to_bf16(head, config, n, device):
+def assert_exact_up_to_bf16(head, config, n, device='cpu'):
     """
-    A head with bf16 products and logits, of n positions, against float64. h and E - mu have few digits, so
-    that the logits are exact in any order of summation, and their gradient D is known up to the digits of
-    fp32, which may tip it to the next bf16 number. Besides, the products may be rounded once: so the gradient
-    of h is off by at most 3 BF16_UNIT |D| |E|, that of E by 3 BF16_UNIT |D|^T |h|.
+    A head with bf16 logits, plain or in chunks of one position, against float64. h and E have few digits, so
+    that the logits and their gradient D, each rounded once, are known up to the digits of fp32. dL/dh = D E is
+    rounded once more; so is dL/dE = D^T h, but its chunks are exact for h of 1 and -1, and summed in fp32.
     """
     g = generator(0)
-    half = torch.randint(-3, 4, (config.vocab_size // 2, config.n_embd), generator=g) / 4
-    E = (0.5 + torch.cat((half, -half))).to(device).requires_grad_()
-    h = (torch.randint(-3, 4, (n, config.n_embd), generator=g) / 4).to(device).requires_grad_()
-    targets = torch.randint(config.vocab_size, (n,), generator=g).to(device)
+    V, H = config.vocab_size, config.n_embd
+    h = (2.0 * torch.randint(0, 2, (n, H), generator=g) - 1).to(device).requires_grad_()
+    E = (2 + torch.randint(-3, 4, (V, H), generator=g) / 4).to(device).requires_grad_()
+    targets = torch.randint(V, (n,), generator=g).to(device)
     total, stats = head(h, E, targets, config)
-    gradients = torch.autograd.grad(total, (h, E))
-    if device == 'cpu' and config.head_mode != 'zero_sum':  # the product was one of bf16 units, not of fp32
-        assert torch.equal(gradients[0], gradients[0].bfloat16().float())
+    found = torch.autograd.grad(total, (h, E))
+    more_digits = 1 + 2.0 ** -11  # which bf16 cannot hold
+    assert_same(head(h.detach() * more_digits, E * more_digits, targets, config)[1], stats)
 
     h, E = h.detach().double(), E.detach().double()
-    mu, E = E.mean(dim=0), E - (E.mean(dim=0) if config.head_mode == 'centered_head' else 0)
-    logits = (h @ E.T).bfloat16().float().requires_grad_()  # in fp32: they should be capped there
-    loss, expected = logits_to_loss(logits, targets, config)
-    D = torch.autograd.grad(loss, logits)[0].bfloat16().double()
-    close(total, loss, rtol=1e-5, atol=0)
-    close({name: stats[name] for name in expected}, expected, rtol=1e-4, atol=1e-3)
-    exact, bounds = [D @ E, D.T @ h], [D.abs() @ E.abs(), D.T.abs() @ h.abs()]
-    if config.head_mode == 'zero_sum':
-        exact[0] -= D.sum(dim=1, keepdim=True) * mu
-        bounds[0] += D.abs().sum(dim=1, keepdim=True) * mu.abs()
-    for found, right, bound in zip(gradients, exact, bounds, strict=True):
-        assert ((found - right).abs() <= 3 * BF16_UNIT * bound + 1e-7).all() and found.norm() > 1e-4
+    in_fp32 = GPTConfig(**{**vars(config), 'logits_dtype': 'float32'})
+    loss, expected, D = of_logits((h @ E.T).bfloat16().float(), targets, in_fp32)
+    close((total, stats), (loss, expected), rtol=1e-5, atol=1e-5)
+    D = D.bfloat16().double()
+    units = BF16_UNIT, BF16_UNIT if head is head_loss else 0
+    for gradient, X, Y, unit in zip(found, (D, D.T), (E, h), units, strict=True):
+        assert gradient.dtype == torch.float32 and gradient.norm() > 1e-4
+        bound = unit * (X @ Y).abs() + n * 2.0 ** -24 * (X.abs() @ Y.abs())
+        assert ((gradient - X @ Y).abs() <= bound).all()
 
 
 @both_heads
-@pytest.mark.parametrize('method', HEAD_MODES)
+@pytest.mark.parametrize('method', METHODS)
 def test_a_head_in_bf16_is_exact_up_to_its_roundings(method, head, monkeypatch):
-    monkeypatch.setattr(head_py, 'n_chunks', chunks_of(50))
-    config = GPTConfig(head_mode=method, n_embd=32, vocab_size=512, lam=0.01, cap=10.0, dtype='bfloat16',
-                       logits_dtype='bfloat16')
-    assert_exact_up_to_bf16(head, config, 128, 'cpu')
+    chunks_of(1, 512, 2, monkeypatch)
+    config = GPTConfig(head_mode=method, n_embd=32, vocab_size=512, lam=0.01, cap=10, logits_dtype='bfloat16')
+    assert_exact_up_to_bf16(head, config, 128)
 
 
 @both_heads
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-def test_the_gradient_of_logits_in_fp32_is_not_rounded(dtype, head):
-    """Whatever the products are in. Those with h and E may be rounded once, beside the digits of fp32."""
-    g, config = generator(0), GPTConfig(dtype=dtype)
-    h, E = (torch.randn(n, 16, generator=g).requires_grad_() for n in (64, 100))
-    targets = torch.randint(100, (64,), generator=g)
-    found = torch.autograd.grad(head(h, E, targets, config)[0], (h, E))
-    h, E = (x.detach().to(getattr(torch, dtype)).double() for x in (h, E))
-    D = (h @ E.T).softmax(dim=1) - F.one_hot(targets, len(E))
-    for gradient, right, bound in zip(found, (D @ E, D.T @ h), (D.abs() @ E.abs(), D.T.abs() @ h.abs()),
-                                      strict=True):
-        once = BF16_UNIT * right.abs() if dtype == 'bfloat16' else 0
-        assert ((gradient - right).abs() <= once + 1e-5 * bound).all()
+def test_a_head_in_fp32_rounds_nothing_whatever_the_body_does(head):
+    h, E = (torch.randn(n, 16, generator=generator(n), requires_grad=True) for n in (64, 100))
+    results = []
+    for x, config in ((torch.float32, GPTConfig(dtype='bfloat16')), (torch.float64, config_64())):
+        total, stats = head(h.to(x), E.to(x), torch.arange(64), config)
+        results.append((total, stats, torch.autograd.grad(total, (h, E))))
+    close(*results, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
-def assert_compiling_keeps_every_rounding(head, config, n, device):
-    """A compiler that fuses a cast down with the cast up again would undo what the paper studies."""
-    g, V = generator(0), config.vocab_size
-    logits = (10 * torch.randn(n, V, generator=g)).to(device, getattr(torch, config.dtype))
+def assert_compiling_keeps_every_rounding(method, device='cpu', n=64, V=500):
+    """
+    At a mean logit of 160, where bf16 has whole numbers alone: a compiler that fuses the cast down with the
+    cast up again would undo what the paper studies.
+    """
+    torch._dynamo.reset()  # or it would stop compiling, and say nothing, after eight variants
+    g = generator(0)
+    h = (1 + torch.randn(n, 32, generator=g) / 20).to(device).requires_grad_()
+    E = (5 + torch.randn(V, 32, generator=g) / 2).to(device).requires_grad_()
     targets = torch.randint(V, (n,), generator=g).to(device)
-    torch.compiler.reset()  # or it would stop compiling, and say nothing, after eight of these
-    compiled = head.keywords['per_chunk']
-    for with_stats in (False, True):
-        (expected, eager, _), (found, loss, _) = (f(logits.clone(), targets, config, with_stats)
-                                                  for f in (loss_and_grad, compiled))
-        close(loss, eager, rtol=1e-5, atol=0)
-        # fp32 may tip a value to the next bf16 number here and there; a missing rounding would change most
-        expected, found = expected.float(), found.float()
-        assert ((found - expected).abs() > 1e-5 * expected.abs() + 1e-30).float().mean() < 0.01
-        assert torch.equal(found, found.bfloat16().float()) == ('gradient' in config.rounded.split(','))
+    results = []
+    for dtype, compile in (('float32', False), ('bfloat16', False), ('bfloat16', True)):
+        config = GPTConfig(head_mode=method, lam=1e-4, cap=300.0, logits_dtype=dtype)
+        total, stats = chunked(head_loss, compile)(h, E, targets, config)
+        with torch.no_grad():
+            _, in_evaluation = chunked(head_loss, compile)(h, E, targets, config)
+        results.append((stats, in_evaluation, torch.autograd.grad(total, (h, E))))
+    (exact, _, _), (eager, eager_too, gradients), (compiled, compiled_too, its_gradients) = results
+    assert exact['logit_mean'].min() > 120 and (exact['loss'] - eager['loss']).abs().mean() > 0.05
+    close((compiled, compiled_too), (eager, eager_too), rtol=1e-5, atol=1e-4)
+    for found, right in zip(its_gradients, gradients, strict=True):
+        assert (found - right).norm() <= 1e-3 * right.norm()  # fp32 may tip single values in bf16
 
 
-@pytest.mark.skipif(torch.__version__ < '2.13', reason='older CPU compilers drop casts, and are refused')
-@pytest.mark.parametrize('method, rounded', [
-    *(('baseline', rounded) for rounded in ('none', 'logits', 'gradient')),
-    *((method, 'logits,gradient') for method in ('baseline', 'soft_capping', 'z_loss', 'norm_softmax'))])
-def test_compiling_keeps_every_rounding_and_adds_none(method, rounded):
-    config = GPTConfig(head_mode=method, vocab_size=200, logits_dtype='bfloat16', lam=1e-4, rounded=rounded)
-    assert_compiling_keeps_every_rounding(compiled_head(config, torch.device('cpu')), config, 16, 'cpu')
+@pytest.mark.parametrize('method', ['baseline', 'soft_capping', 'z_loss'])
+def test_compiling_keeps_every_rounding_and_adds_none(method):
+    assert_compiling_keeps_every_rounding(method)
 
 
-@pytest.mark.parametrize('method, dtype, logits_dtype, kept', [
-    ('baseline', 'float32', 'float32', True), ('baseline', 'bfloat16', 'bfloat16', True),
-    ('baseline', 'float32', 'bfloat16', False), ('soft_capping', 'bfloat16', 'bfloat16', False)])
-def test_a_compiler_that_drops_a_rounding_is_refused(method, dtype, logits_dtype, kept, monkeypatch):
-    """Before torch 2.13 it drops those of fp32 numbers that stay fp32: seen on a CPU and on a GPU."""
-    monkeypatch.setattr(torch, '__version__', torch.torch_version.TorchVersion('2.11.0+cu128'))
-    config = GPTConfig(head_mode=method, dtype=dtype, logits_dtype=logits_dtype)
-    with contextlib.nullcontext() if kept else pytest.raises(UserError, match='--compile in torch 2.11'):
-        compiled_head(config, torch.device('cpu'))
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that is made in this context."""
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *(x.numel() for x in tensors), 0)
+        return made
+
+
+@pytest.mark.parametrize('with_grad', [True, False])
+def test_the_chunked_head_never_has_the_logits_of_more_positions_than_a_chunk(with_grad, monkeypatch):
+    chunks_of(5, 1000, 4, monkeypatch)
+    h, E = (torch.randn(n, 4, requires_grad=True) for n in (64, 1000))
+    for head, positions in ((head_loss, 64), (chunked(head_loss), 5)):
+        with torch.set_grad_enabled(with_grad), Largest() as largest:
+            head(h, E, torch.zeros(64, dtype=torch.int64), GPTConfig())
+        assert largest.elements == positions * 1000

@@ -4,16 +4,16 @@ import math
 import pytest
 import torch
 
-from analysis import csv_files
-from model import GPT, SIZES, GPTConfig, attend
+from model import GPT, SIZES, GPTConfig
 from test_facts import F64, close, tiny_gpt, token_batch
 
 
 def test_sizes_are_the_published_ones():
     with torch.device('meta'):
         for size, millions in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
-            found = {GPT(GPTConfig(**SIZES[size], weight_tying=tying)).n_params() for tying in (False, True)}
-            assert found == {csv_files.PUBLISHED[size][1]} and round(min(found) / 1e6, 1) == millions
+            for tying in (False, True):
+                n = GPT(GPTConfig(**SIZES[size], weight_tying=tying)).n_params()
+                assert round(n / 1e6, 1) == millions
         flops = GPT(GPTConfig(**SIZES['16M'])).flops_per_token() * 64 * 2048
     assert flops == pytest.approx(1.44e13, rel=2e-3)
 
@@ -38,7 +38,7 @@ def test_initial_weights_are_the_papers_and_a_seed_gives_those_of_the_published_
     assert sum(sums) == pytest.approx(checksum, abs=0.05)
 
 
-def reference_hidden(w, tokens, n_layer, n_head):
+def reference_hidden(w, tokens, n_layer, n_head, rope_fraction):
     """Final hidden states (T, H) of one sequence, from Appendix A and sharing no code with model.py."""
     def norm(x, gain):
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * gain
@@ -56,7 +56,8 @@ def reference_hidden(w, tokens, n_layer, n_head):
         out = torch.zeros_like(x)
         for head in range(n_head):
             q, k, v = (qkv[:, part * H + head * D:part * H + (head + 1) * D] for part in range(3))
-            q, k = rope(norm(q, block['attn.norm_q']), D // 2), rope(norm(k, block['attn.norm_k']), D // 2)
+            q, k = (rope(norm(x, block[f'attn.norm_{name}']), int(D * rope_fraction))
+                    for name, x in (('q', q), ('k', k)))
             scores = (q @ k.T / math.sqrt(D)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
             out[:, head * D:(head + 1) * D] = scores.softmax(-1) @ v
         x = x + out @ block['attn.proj'].T
@@ -66,41 +67,19 @@ def reference_hidden(w, tokens, n_layer, n_head):
     return norm(x, w['norm_f.weight'])
 
 
-def test_the_transformer_is_the_papers_and_causal():
-    gpt = tiny_gpt(n_layer=2, n_embd=64, n_head=4)  # RoPE turns 8 of 16 dimensions, by four angles
+@pytest.mark.parametrize('rope_fraction', [0.5, 1.0])  # of 16 dimensions
+def test_the_transformer_is_the_papers_and_causal(rope_fraction):
+    gpt = tiny_gpt(n_layer=2, n_embd=64, n_head=4, rope_fraction=rope_fraction)
     with torch.no_grad():
         for name, p in gpt.named_parameters():  # gains that are not one, an attention that is not flat
             p.copy_(torch.rand_like(p) + 0.5 if 'norm' in name else 5 * p)
     tokens = torch.randint(64, (2, 16))
     found = gpt.hidden(tokens)
     for i in range(2):
-        expected = reference_hidden(gpt.state_dict(), tokens[i], 2, 4)
+        expected = reference_hidden(gpt.state_dict(), tokens[i], 2, 4, rope_fraction)
         close(found[i], expected, rtol=1e-6, atol=1e-6)  # the RoPE tables are fp32
     tokens[:, 9:] = (tokens[:, 9:] + 1) % 64
     assert ((gpt.hidden(tokens) - found).abs().amax(dim=(0, 2)) > 1e-12).tolist() == [False] * 9 + [True] * 7
-
-
-def test_attention_in_bf16_is_exact_up_to_its_roundings():
-    """
-    q, k and v have so few digits that the scores are exact in bf16. The probabilities P, the gradients G of
-    P and S of the scores, and each product are rounded once, each to u = 2^-8 of itself: with all of them,
-    S is off by no more than 4 u P (|G| + P |G|), and what is summed from S by one more.
-    """
-    g, u = torch.Generator().manual_seed(0), 2.0 ** -8
-    for T in (1, 7, 64):
-        q, k, v = ((torch.randint(-3, 4, (2, 3, T, 16), generator=g) / 4).requires_grad_() for _ in range(3))
-        dy = torch.randn(2, 3, T, 16, generator=g).bfloat16()
-        y = attend(q, k, v.bfloat16())
-        found = [y, *torch.autograd.grad(y, (q, k, v), dy)]
-        q, k, v, dy = (x.detach().double() for x in (q, k, v, dy))
-        P = (q @ k.mT / 4).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
-        G, most = dy @ v.mT, dy.abs() @ v.abs().mT
-        S = P * (G - (P * G).sum(-1, keepdim=True)) / 4
-        off = 5 * P * (most + (P * most).sum(-1, keepdim=True)) / 4
-        for x, exact, bound in zip(found, (P @ v, S @ k, S.mT @ q, P.mT @ dy),
-                                   (2 * P @ v.abs(), off @ k.abs(), off.mT @ q.abs(), 2 * P.mT @ dy.abs()),
-                                   strict=True):
-            assert ((x - exact).abs() <= u * bound + 1e-6).all()
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
