@@ -161,8 +161,7 @@ def test_fact_3_as_it_holds():
         star = E - E.mean(dim=0)
         cos, cos_star = (((h @ X.T) / h.norm(dim=1)[:, None] / X.norm(dim=1)).abs() for X in (E, star))
         maxima = (E.norm(dim=1) * cos_star).amax(dim=1) / (E.norm(dim=1) * cos).amax(dim=1)
-        bound = norm_ratios(E).max() * maxima
-        assert (centering_ratios(h, E)['r_log'] <= bound * (1 + 1e-9)).all()
+        assert (centering_ratios(h, E)['r_log'] <= norm_ratios(E).max() * maxima * (1 + 1e-9)).all()
 
         unit = E / E.norm(dim=1, keepdim=True)
         found = centering_ratios(h, unit)
@@ -192,24 +191,26 @@ OPTIMIZERS = {  # name -> a function of E, which returns the function that makes
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_fact_5_which_optimizers_move_mu(name, tying, monkeypatch):
     """
-    Ours; that it is Adam's second moment is Stollenwerk and Stollenwerk (2025). An update U of E moves mu by
-    1^T U / V, with 1 the vector of ones. The logits' gradients g = p - y sum to 0 over the vocabulary, so
-    without weight tying 1^T G = 0 for the gradient G = sum_n g_n h_n^T of E. SGD with momentum and Coupled
-    Adam are linear in past G, with one factor a column, so 1^T U = 0. Muon's U is p(M M^T) M for a polynomial
-    p and such a sum M, and 1^T M M^T = 0 leaves of it p(0) 1^T M = 0. AdamW weighs the terms of these sums by
-    a factor an entry, Adafactor by one a row as well, Lion takes their signs: they are 0 no longer. Nor are
-    they with weight tying, where the gradient of the input embeddings joins G.
+    Ours, like Fact 4, on rounding, which is tested in commit c749bec; that Adam's second moment moves mu is
+    Stollenwerk and Stollenwerk (2025). An update U of E moves mu by 1^T U / V, with 1 the vector of ones.
+
+    The logits' gradients g = softmax(l) - onehot(t) sum to 0 over the vocabulary. So does, without weight
+    tying, the gradient of E, G = sum_n g_n h_n^T: 1^T G = 0. SGD with momentum and Coupled Adam are linear in
+    past G, with one factor per column, so 1^T U = 0. Muon's U is q(M M^T) M, q a polynomial and M linear in
+    past G, and as 1^T M = 0, 1^T U = q(0) 1^T M = 0. AdamW weighs the terms of 1^T M with a factor per entry,
+    Adafactor with one per row as well, Lion takes their signs: the sum is 0 no longer. Nor is it with weight
+    tying, where the gradient of the input embeddings joins G.
     """
     monkeypatch.setattr(torch.Tensor, 'bfloat16', torch.Tensor.clone)  # Muon iterates in bf16, which rounds
     gpt = tiny_gpt(weight_tying=tying)
-    E, start = gpt.E, gpt.E.detach().clone()
-    make_step = OPTIMIZERS[name](E)
+    start = gpt.E.detach().clone()
+    make_step = OPTIMIZERS[name](gpt.E)
     for step in range(60):
         gpt(*token_batch(step))[0].backward()
         with torch.no_grad():
             make_step()
         gpt.zero_grad()
-    moved = E.detach() - start
+    moved = gpt.E.detach() - start
     common = moved.mean(dim=0).norm() / moved.norm(dim=1).mean()
     keeps_mu = name in ('SGD with momentum', 'Coupled Adam', 'Muon') and not tying
     assert common < 60 * 2.0 ** -53 if keeps_mu else common > 0.1  # 60 steps

@@ -37,8 +37,8 @@ def test_statistics_are_those_of_each_position_over_the_vocabulary(method, head,
 def assert_exact_up_to_bf16(head, config, n, device='cpu'):
     """
     A head with bf16 logits, plain or in chunks of one position, against float64. h and E have few digits, so
-    that the logits and their gradient D, each rounded once, are known up to the digits of fp32. dL/dh = D E is
-    rounded once more; so is dL/dE = D^T h, but its chunks are exact for h of 1 and -1, and summed in fp32.
+    that the logits and their gradient D, each rounded once, are known up to the digits of fp32. dL/dh = D E
+    is rounded once more; so is dL/dE = D^T h, but its chunks are exact for h of 1 and -1, and summed in fp32.
     """
     g = generator(0)
     V, H = config.vocab_size, config.n_embd
