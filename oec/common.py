@@ -43,9 +43,9 @@ def parse_args(parser, argv):
     return parser.parse_args(argv)
 
 
-def number(least=-math.inf, above=-math.inf, most=math.inf, whole=False):
-    """An argparse type: a finite number, written 3, 1e-1 or 13.1e9, that is >= least, > above and <= most."""
-    limits = {'from': least, 'above': above, 'to': most}
+def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whole=False):
+    """An argparse type: a finite number, written 3, 1e-1 or 13.1e9, within these limits."""
+    limits = {'from': least, 'above': above, 'to': most, 'below': below}
     wanted = 'a whole number' if whole else 'a number'
     wanted += ''.join(f' {word} {limit:g}' for word, limit in limits.items() if math.isfinite(limit))
 
@@ -54,7 +54,7 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, whole=False):
             value = float(text)
         except ValueError:
             value = math.nan
-        right = math.isfinite(value) and least <= value <= most and value > above
+        right = math.isfinite(value) and least <= value <= most and above < value < below
         if not right or (whole and not value.is_integer()):
             raise argparse.ArgumentTypeError(f'should be {wanted}, is {text!r}')
         return int(value) if whole else value
@@ -100,7 +100,7 @@ def read_json(path):
 
 
 def lock_folder(path, wait=False):
-    """Makes the folder and takes it for this process, as long as the file that this returns is open."""
+    """Makes the folder and locks it for this process, as long as the file that this returns is open."""
     try:
         os.makedirs(path, exist_ok=True)
         file = open(os.path.join(path, '.lock'), 'a')

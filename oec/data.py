@@ -5,9 +5,9 @@ A shard is the .bin format of llm.c and modded-nanogpt: 256 little-endian int32 
 tokens, zeros), then the tokens as uint16. A folder holds NAME_train_%06d.bin and NAME_val_%06d.bin, and
 meta.json if prepare_fineweb.py made it.
 
-A training batch is a pure function of (seed, step), whatever the processes and the micro-batch. Windows of
-block_size tokens and the next one are cut from the shards side by side; each epoch visits every window once,
-in an order drawn from (seed, epoch), and the next begins without a gap.
+A training batch is a pure function of (seed, step), whatever the processes and the micro-batch. Shards are
+cut into consecutive windows of block_size + 1 tokens, which overlap by one. Each epoch visits every window
+once, in an order drawn from (seed, epoch), and the next begins without a gap.
 """
 import functools
 import glob
@@ -118,8 +118,8 @@ def load_batches(windows, start, args, device, rank, world_size):
     (micro_batch_size, block_size) int64 on the device.
     """
     import torch  # 175 MB, of which prepare_fineweb.py has no need
-    for i in range(start, args.steps):
-        numbers = batch_windows(args.seed, i, args.batch_size, len(windows), rank, world_size)
+    for step in range(start + 1, args.steps + 1):
+        numbers = batch_windows(args.seed, step - 1, args.batch_size, len(windows), rank, world_size)
         batch = torch.from_numpy(windows[numbers])
         if device.type == 'cuda':
             batch = batch.pin_memory().to(device, non_blocking=True)

@@ -11,9 +11,12 @@ PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H20
 
 
 def default_dtype(device):
-    """'bfloat16' where products in it are fast: on a GPU, and on a CPU that has units for them."""
-    units = torch.cpu.get_capabilities()
-    fast = device == 'cuda' or units.get('amx_bf16') or units.get('avx512_bf16')
+    """'bfloat16' where the device has units for products in it, else 'float32'."""
+    if device == 'cuda':
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        units = torch.cpu.get_capabilities()
+        fast = units.get('amx_bf16') or units.get('avx512_bf16')
     return 'bfloat16' if fast else 'float32'
 
 
@@ -31,7 +34,7 @@ def set_up_machine(args, local_rank, world_size):
         # The logits of each chunk are new memory, and in small pages that takes a fifth of a small step.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
         if args.dtype == 'bfloat16' and args.block_size <= 1024:
-            # These two are the CPU's as well. On short sequences its flash attention is slower than products.
+            # Despite their names both apply to a CPU, where plain products beat flash on short sequences.
             torch.backends.cuda.enable_flash_sdp(False)
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         return torch.device('cpu')
