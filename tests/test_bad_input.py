@@ -22,7 +22,7 @@ PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'ben
 FLAGS = {'train': '''
     --lr=1e33 -> --lr, 1e+32
     --method=weight_decay --lam=2 -> --lam=2, at most 1
-    --cap=5 -> --cap, soft_capping
+    --cap=5 -> --cap, --method=baseline
     --lam=1 -> --lam, --method=baseline
     --method=none -> --method, mu_centering
     --steps=1.5 -> --steps, a whole number from 1

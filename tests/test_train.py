@@ -133,22 +133,20 @@ def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, tmp_
             assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(folder)}
 
 
-def test_the_clock_has_all_steps_but_the_first_of_each_kind_and_nothing_else(
+def test_the_clock_has_the_steps_after_the_second_log_line_and_nothing_else(
         trained, tmp_path, monkeypatch, capsys):
     """
     A step takes 100 s, but the host of a GPU goes on after 1; an evaluation takes 10,000 s; the first step
     with statistics and the first one without compile, for 5,000 s, also after a kill.
     """
-    flags = ('--steps=60', '--log_every=20', '--eval_every=10', '--keep_every=30')
+    flags = ('--steps=60', '--log_every=10', '--eval_every=15', '--keep_every=30')
     now = {'host': 0.0, 'device': 0.0}
     kinds = set()
 
     def train_step(*given, with_stats):
-        if with_stats not in kinds:
-            now['host'] += 5_000
+        now['host'] += 1 if with_stats in kinds else 5_000
+        now['device'] = max(now['host'] - 1, now['device']) + 100
         kinds.add(with_stats)
-        now['device'] = max(now['host'], now['device']) + 100
-        now['host'] += 1
         return real_step(*given, with_stats=with_stats)
 
     def synchronize(*_):
@@ -163,17 +161,18 @@ def test_the_clock_has_all_steps_but_the_first_of_each_kind_and_nothing_else(
     monkeypatch.setattr(train, 'train_step', train_step)
     monkeypatch.setattr(train, 'evaluate', evaluate)
     monkeypatch.setattr(train.machine, 'synchronize', synchronize)
+    rate = 4 * 32 / 100
     out = trained('run', *flags)
-    assert result_of(out)['train_seconds'] == 58 * 100
-    assert result_of(out)['tokens_per_second'] == 4 * 32 / 100
     with open(f'{out}/log.jsonl') as file:
         rates = [entry['tokens_per_second'] for entry in map(json.loads, file) if 'loss' in entry]
-    assert rates == [None, *[4 * 32 / 100] * 3]
-    assert re.findall(r'([0-9]+:[0-9:]+) left', capsys.readouterr().out)[-1] == '0:00:00'
+    assert rates == [None, None, *[rate] * 5]
+    left = re.findall(r'([0-9]+:[0-9:]+) left', capsys.readouterr().out)
+    assert left == ['1:06:40', '0:50:00', '0:33:20', '0:16:40', '0:00:00']
+    assert result_of(out)['train_seconds'] == 5000 and result_of(out)['tokens_per_second'] == rate
     kinds.clear()
     go_on_from(out, 'model_30.pt', tmp_path / 'resumed')
-    result = result_of(trained('resumed', *flags))
-    assert result['train_seconds'] == 56 * 100 and result['tokens_per_second'] == 4 * 32 / 100
+    result = result_of(trained('resumed', *flags))  # steps 11 to 30 and 51 to 60
+    assert result['train_seconds'] == 3000 and result['tokens_per_second'] == rate
 
 
 def test_a_shift_has_the_norm_asked_for_and_only_rounding_tells(trained):
