@@ -60,12 +60,6 @@ def wait_until(condition, seconds=60):
         time.sleep(0.002)
 
 
-def hold(path):
-    """Says that it has come here by making the file `path`, and waits until the test removes it."""
-    open(path, 'w').close()
-    wait_until(lambda: not os.path.exists(path))
-
-
 def folder_hash(folder, but=('.lock',)):
     """The hash of every file under a folder by its path in there, but for files of the names in `but`."""
     found = {path: os.path.join(folder, path)

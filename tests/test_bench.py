@@ -18,22 +18,13 @@ def printed_rows(capsys):
     return [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines[2:]]
 
 
-def assert_rates(rows, n_tokens):
-    for _, ms, tokens_per_second, *_ in rows:
-        product = float(ms) / 1000 * int(tokens_per_second.replace(',', ''))
-        assert product == pytest.approx(n_tokens, rel=0.01 + 0.005 / float(ms))  # both are rounded
-
-
-def test_steps_are_of_every_method_and_heads_of_one_micro_batch(capsys, monkeypatch):
+def test_steps_of_every_method_and_heads_are_compared(capsys, monkeypatch):
     bench.main(TINY)
-    rows = printed_rows(capsys)
-    assert [name for name, *_ in rows] == list(METHODS)
-    assert_rates(rows, 4 * 32)
+    assert [name for name, *_ in printed_rows(capsys)] == list(METHODS)
     monkeypatch.setattr(torch, 'compile', lambda function, **_: function)  # takes half a minute
     bench.main([*TINY, '--head'])
     rows = printed_rows(capsys)
     assert [name for name, *_ in rows] == ['head_loss', 'compiled', 'by chunks', 'by chunks, compiled']
-    assert_rates(rows, 2 * 32)
 
 
 def test_a_step_trains_on_the_whole_batch():

@@ -43,15 +43,6 @@ def whole(corpus, tmp_path_factory):
     return out
 
 
-@pytest.fixture(scope='module')
-def killed(corpus, tmp_path_factory):
-    """LONG, killed in step 25: its folder, with a ckpt.pt of step 21."""
-    out = str(tmp_path_factory.mktemp('runs') / 'killed')
-    kill = (signal_at_step, signal.SIGKILL, 25)
-    finish(process(train.main, [*LONG, f'--data={corpus}', f'--out={out}'], prepare=kill), -signal.SIGKILL)
-    return out
-
-
 def test_a_run_leaves_what_the_design_says_and_is_then_done(whole, corpus):
     assert set(os.listdir(whole)) == {'.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_30.pt',
                                       'model_60.pt', 'result.json'}
@@ -121,13 +112,10 @@ def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, tmp_
                  '--keep_every=6')
         out = trained(f'{log_every}', *flags)
         go_on_from(out, 'model_6.pt', tmp_path / f'{log_every}-resumed')
-        resumed = trained(f'{log_every}-resumed', *flags)
-        last, kept = load(out), load(out, 'model_6.pt')
-        assert last['step'] == 6 and all(w.isfinite().all() for w in last['model'].values())
-        assert_same(last['model'], kept['model'])
-        assert_same(load(resumed), {**last, 'config': load(resumed)['config']})
-        for folder in (out, resumed):
-            result = result_of(folder)
+        for folder in (out, trained(f'{log_every}-resumed', *flags)):
+            saved, result = load(folder), result_of(folder)
+            assert saved['step'] == 6 and all(w.isfinite().all() for w in saved['model'].values())
+            assert_same(saved['model'], load(out, 'model_6.pt')['model'])
             assert math.isnan(result['test_loss']) and math.isfinite(result['mu_norm'])
             assert log_of(folder)[-1]['step'] == (8 if log_every == 8 else 1)
             assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(folder)}
@@ -188,26 +176,23 @@ def test_a_shift_has_the_norm_asked_for_and_only_rounding_tells(trained):
     assert abs(losses[300, 'bfloat16'] - losses[0, 'bfloat16']).max() > 1e-2
 
 
-def test_init_from_a_checkpoint_or_a_kept_model_ends_as_if_never_stopped(corpus, whole, killed, tmp_path):
-    for step, source in ((21, f'{killed}/ckpt.pt'), (30, f'{whole}/model_30.pt')):
-        out = str(tmp_path / f'from_{step}')
-        train.main([*LONG, f'--data={corpus}', f'--init_from={source}', f'--out={out}'])
-        assert log_of(out)[0]['step'] == step
-        assert log_of(out)[1:] == [e for e in log_of(whole) if e['step'] > step]
-        for part in ('model', 'optimizer'):
-            assert_same(load(out, 'model_60.pt')[part], load(whole, 'model_60.pt')[part])
+def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_start(corpus, whole, tmp_path):
+    """With the same method; or with another one, killed before it has saved anything but its start."""
+    source = shutil.copy(f'{whole}/model_30.pt', tmp_path)
+    flags = [*LONG, f'--data={corpus}', f'--init_from={source}']
+    train.main([*flags, f'--out={tmp_path}/same'])
+    assert log_of(tmp_path / 'same')[0]['step'] == 30
+    assert log_of(tmp_path / 'same')[1:] == [e for e in log_of(whole) if e['step'] > 30]
+    assert_same(*(load(out, 'model_60.pt')['optimizer'] for out in (tmp_path / 'same', whole)))
 
-
-def test_init_from_with_another_method_needs_its_source_only_to_start(corpus, killed, tmp_path):
-    source = shutil.copy(f'{killed}/ckpt.pt', tmp_path)
-    flags = [*LONG, '--method=mu_centering', '--ckpt_every=0', f'--data={corpus}', f'--init_from={source}']
-    stop = (signal_at_step, signal.SIGKILL, 12)
-    finish(process(train.main, [*flags, f'--out={tmp_path}/killed'], prepare=stop), -signal.SIGKILL)
-    train.main([*flags, f'--out={tmp_path}/whole'])
+    flags += ['--method=mu_centering', '--ckpt_every=0']
+    train.main([*flags, f'--out={tmp_path}/other'])
+    kill = (signal_at_step, signal.SIGKILL, 12)
+    finish(process(train.main, [*flags, f'--out={tmp_path}/killed'], prepare=kill), -signal.SIGKILL)
     os.unlink(source)
     train.main([*flags, f'--out={tmp_path}/killed'])
-    assert_same(*(state_of(tmp_path / name, 'model_60.pt') for name in ('killed', 'whole')))
-    assert log_of(tmp_path / 'whole')[1]['mu_norm'] < 1e-6
+    assert_same(*(state_of(tmp_path / name, 'model_60.pt') for name in ('killed', 'other')))
+    assert log_of(tmp_path / 'other')[1]['mu_norm'] < 1e-6
 
 
 def test_init_from_what_cannot_work_writes_nothing(corpus, whole, tmp_path):
@@ -222,7 +207,7 @@ def test_init_from_what_cannot_work_writes_nothing(corpus, whole, tmp_path):
     assert os.listdir(tmp_path) == ['x.pt']
 
 
-def test_a_new_flag_leaves_the_runs_of_before_as_they_were(corpus, whole, killed, tmp_path, monkeypatch):
+def test_a_new_flag_leaves_the_runs_of_before_as_they_were(corpus, whole, tmp_path, monkeypatch):
     """Its default holds where config.json has none; a field of the model's config is no other case."""
     @dataclass
     class LargerConfig(model.GPTConfig):
@@ -238,9 +223,9 @@ def test_a_new_flag_leaves_the_runs_of_before_as_they_were(corpus, whole, killed
     lacking = load(whole)['config']
     assert gpt_config(lacking).sharpness == 2.0 and gpt_config(lacking).head_mode == 'mu_loss'
     assert gpt_config({**lacking, 'gone': 1}) == gpt_config(lacking)  # a field that is no more
-    run = shutil.copytree(killed, tmp_path / 'run')
-    train.main([*LONG, f'--data={corpus}', f'--out={run}'])
-    assert_same(load(run)['model'], load(whole)['model'])
+    go_on_from(whole, 'model_30.pt', tmp_path / 'run')
+    train.main([*LONG, f'--data={corpus}', f'--out={tmp_path}/run'])
+    assert_same(load(tmp_path / 'run')['model'], load(whole)['model'])
 
 
 WANDB = """
@@ -263,7 +248,7 @@ def test_wandb_gets_every_line_of_the_log_and_one_run_for_a_run_that_resumes(tra
     assert first.startswith('init mine allow ') and len(logged) == 8
     assert logged == [f'log {e["step"]} {e.get("loss")}' for e in log_of(out)]
     os.unlink(f'{out}/result.json')
-    shutil.copy(f'{out}/model_3.pt', f'{out}/ckpt.pt')
+    os.rename(f'{out}/model_3.pt', f'{out}/ckpt.pt')
     trained('run', '--steps=6', '--keep_every=3', '--wandb=mine')
     again = path.read_text().splitlines()[9:]
     assert again == [first, *logged[4:]]
