@@ -161,8 +161,9 @@ def test_fact_3_as_it_holds():
         star = E - E.mean(dim=0)
         cos, cos_star = (((h @ X.T) / h.norm(dim=1)[:, None] / X.norm(dim=1)).abs() for X in (E, star))
         maxima = (E.norm(dim=1) * cos_star).amax(dim=1) / (E.norm(dim=1) * cos).amax(dim=1)
-        assert (centering_ratios(h, E)['r_log'] <= norm_ratios(E).max() * maxima * (1 + 1e-9)).all()
-
+        found = centering_ratios(h, E)
+        close(found['r_cos'], cos_star.amax(dim=1) / cos.amax(dim=1), rtol=1e-9, atol=0)
+        assert (found['r_log'] <= norm_ratios(E).max() * maxima * (1 + 1e-9)).all()
         unit = E / E.norm(dim=1, keepdim=True)
         found = centering_ratios(h, unit)
         premise = (norm_ratios(unit) < 1).all() & (found['r_cos'] < 1)
@@ -330,8 +331,7 @@ def test_z_loss_treats_positive_and_negative_logits_differently():
     """Eq. 16 and 17: a single logit that rises is held back; one that falls to minus infinity is not."""
     logits = normal(generator(0), 6).repeat(4, 1)
     logits[:, 0] = torch.tensor([4.0, -4.0, 40.0, -40.0])
-    targets = torch.ones(4, dtype=torch.int64)
-    _, stats, slope = of_logits(logits, targets, config_64('z_loss', lam=1.0))
+    _, stats, slope = of_logits(logits, torch.ones(4).long(), config_64('z_loss', lam=1.0))
     assert stats['reg'][0] > stats['reg'][1] + 1e-3
     assert slope[2, 0] > 79 and abs(slope[3, 0]) < 1e-12  # 2 log Z, and the 1 of the cross entropy
 

@@ -54,11 +54,12 @@ def assert_exact_up_to_bf16(head, config, n, device='cpu'):
     in_fp32 = GPTConfig(**{**vars(config), 'logits_dtype': 'float32'})
     loss, expected, D = of_logits((h @ E.T).bfloat16().float(), targets, in_fp32)
     close((total, stats), (loss, expected), rtol=1e-5, atol=1e-5)
-    D = D.bfloat16().double()
-    units = BF16_UNIT, BF16_UNIT if head is head_loss else 0
-    for gradient, X, Y, unit in zip(found, (D, D.T), (E, h), units, strict=True):
+    low, D, high = ((D.double() * x).bfloat16().double() for x in (1 - 2.0 ** -18, 1, 1 + 2.0 ** -18))
+    tips = (high - low).abs()  # where the digits of fp32 decide which bf16 number it is
+    once = BF16_UNIT if head is head_loss else 0
+    for gradient, X, tip, Y, unit in ((found[0], D, tips, E, BF16_UNIT), (found[1], D.T, tips.T, h, once)):
         assert gradient.dtype == torch.float32 and gradient.norm() > 1e-4
-        bound = unit * (X @ Y).abs() + n * 2.0 ** -24 * (X.abs() @ Y.abs())
+        bound = unit * (X @ Y).abs() + (n * 2.0 ** -24 * X.abs() + tip) @ Y.abs()
         assert ((gradient - X @ Y).abs() <= bound).all()
 
 
@@ -81,10 +82,7 @@ def test_a_head_in_fp32_rounds_nothing_whatever_the_body_does(head):
 
 
 def assert_compiling_keeps_every_rounding(method, device='cpu', n=64, V=500):
-    """
-    At a mean logit of 160, where bf16 has whole numbers alone: a compiler that fuses the cast down with the
-    cast up again would undo what the paper studies.
-    """
+    """At a mean logit of 160 bf16 has whole numbers alone, and a rounding that is fused away shows."""
     torch._dynamo.reset()  # or it would stop compiling, and say nothing, after eight variants
     g = generator(0)
     h = (1 + torch.randn(n, 32, generator=g) / 20).to(device).requires_grad_()
