@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 from unittest import mock
@@ -34,6 +35,7 @@ def in_process(main, argv, stderr, env, file_limit, prepare):
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
     importlib.reload(train)  # which reads torchrun's variables when it is imported
     main = getattr(sys.modules[main.__module__], main.__name__)
     if file_limit:
