@@ -65,7 +65,7 @@ def main(argv=None):
     if args.runs:
         found, left_out = runs.find(args.runs)
         with lock_folder(out, wait=True):
-            left_out += runs.collect(found, out)
+            runs.collect(found, out)
         csv = Path(out, 'results.csv')
 
     # csv files -> tables and figures; a csv that cannot be read gets no folder

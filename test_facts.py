@@ -81,7 +81,7 @@ def train_steps(gpt, method, n, lr=0.01, micro_batches=1, grad_clip=1.0, before_
     optimizer.register_step_pre_hook(lambda *_: before_update())
     for step in range(1, n + 1):
         batch = list(zip(*(x.chunk(micro_batches) for x in token_batch(step)), strict=True))
-        yield train.train_step(gpt, optimizer, batch, step, args)
+        yield train.train_step(gpt, [optimizer], batch, step, args)
 
 
 # -------- the introduction's example

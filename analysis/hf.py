@@ -3,7 +3,6 @@ The same quantities of models that others trained, any causal language model in 
 BF16 costs it. By Fact 2 a finished model can be centered without training (--center_to).
 """
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,14 +109,9 @@ def center(path, new, model, tokenizer, tokens):
     change = (model(tokens).logits.softmax(dim=-1) - before).abs().max().item()
     check(change <= 1e-5, f'--center_to={new}: centering {path} changes a probability by {change:.1e}; are '
           'its output embeddings tied to the input embeddings, or its logits capped? Nothing was written')
-    temporary = f'{new}.tmp'
-    try:
-        model.to(dtype).save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        os.rename(temporary, new)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f'--center_to={new}: cannot be written ({error})', status=1) from error
+    model.to(dtype).save_pretrained(f'{new}.tmp')
+    tokenizer.save_pretrained(f'{new}.tmp')
+    os.rename(f'{new}.tmp', new)
     print(f'{new}: {path} with centered output embeddings; probabilities change by at most {change:.0e}')
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from model import GPT, gpt_config, head_loss, join_stats
-from oec.common import UserError, read_json, write_json
+from oec.common import read_json, write_json
 from oec.data import Windows, evenly_spaced
 from oec.run_folder import load_checkpoint
 
@@ -106,14 +106,11 @@ def of_run(folder):
         return read_json(kept)
     checkpoint = load_checkpoint(Path(folder, 'model.pt'))
     settings = checkpoint['config']
-    try:
-        gpt = GPT(gpt_config(settings))
-        gpt.load_state_dict(checkpoint['model'])
-        windows = Windows(settings['data'], 'val', settings['block_size'], settings['vocab_size'])
-        n = min(POSITIONS, settings['test_tokens']) // settings['block_size']
-        n = max(1, min(n, len(windows)))
-    except (KeyError, RuntimeError, TypeError) as error:
-        raise UserError(f'{folder}/model.pt: not a model of this project ({error})') from error
+    gpt = GPT(gpt_config(settings))
+    gpt.load_state_dict(checkpoint['model'])
+    windows = Windows(settings['data'], 'val', settings['block_size'], settings['vocab_size'])
+    n = min(POSITIONS, settings['test_tokens']) // settings['block_size']
+    n = max(1, min(n, len(windows)))
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     found = of_model(gpt, torch.from_numpy(windows[evenly_spaced(n, len(windows))]))
     write_json(kept, {**found, 'measured_on': gpt.E.device.type})

@@ -211,37 +211,27 @@ def find(folders):
 
 def training_curve(folder, most=1000):
     """The training lines of a run's log, at most so many of them, the last for sure: columns CURVES."""
-    try:
-        log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-        log = pd.DataFrame([line for line in log if 'lr' in line])
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f'{folder / "log.jsonl"}: not readable ({error})') from error
+    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    log = pd.DataFrame([line for line in log if 'lr' in line])
     every = max(1, math.ceil(len(log) / most))
     log = log.iloc[(len(log) - 1) % every::every]
     return log.rename(columns={'lr': 'lr_step'}).assign(run=folder.name).reindex(columns=list(CURVES))
 
 
 def collect(runs, out):
-    """Measures the models of the runs that `find` found and writes the csv files -> lines, as `find`."""
-    left_out = []
+    """Measures the models of the runs that `find` found and writes the csv files."""
     rows, curves, distributions = [], [], []
     for i, (folder, row) in enumerate(runs.iterrows(), 1):
         print(f'{i} of {len(runs)}: {folder}', flush=True)
-        try:
-            curve = training_curve(folder)
-            found = measure.of_run(folder)
-        except UserError as error:
-            left_out.append(f'left out: {error}')
-            continue
+        curve = training_curve(folder)
+        found = measure.of_run(folder)
         row['diverged'], row['diverged_step'] = diverged(row.test_loss, row.init_loss, curve)
         rows.append({**row, **found['numbers']})
         curves.append(curve)
         for quantity, numbers in found['distributions'].items():
             distributions.append({'run': folder.name, 'quantity': quantity, **numbers})
-    check(rows, '; '.join(left_out))
     rows = pd.DataFrame(rows).reindex(columns=list(RESULTS))
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell would be an error
     write_csv(Path(out, 'results.csv'), rows)
     write_csv(Path(out, 'curves.csv'), pd.concat(curves), '%.7g')  # enough for a plot
     write_csv(Path(out, 'distributions.csv'), pd.DataFrame(distributions))
-    return left_out

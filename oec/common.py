@@ -61,13 +61,6 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whol
     return parse
 
 
-def sync_folder(path):
-    """Returns once the names in the folder are on the disk, so that a power cut does not undo a rename."""
-    folder = os.open(path, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
-
-
 def write_atomic(path, write, mode='wb'):
     """write(file) fills a temporary file, which then replaces `path`: a reader sees one or the other."""
     temporary = f'{path}.tmp'
@@ -78,7 +71,9 @@ def write_atomic(path, write, mode='wb'):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(os.path.dirname(path) or '.')
+        folder = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
+        os.fsync(folder)  # or a power cut could undo the rename
+        os.close(folder)
     except OSError as error:
         raise UserError(f'{path}: cannot be written ({error.strerror})', status=1, alone=True) from error
 

@@ -113,10 +113,7 @@ def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
 
 
 def load_batches(windows, start, args, device, rank, world_size):
-    """
-    Yields the share of `rank` in each batch after step `start`: micro-batches (tokens, targets), each
-    (micro_batch_size, block_size) int64 on the device.
-    """
+    """Yields what `rank` has of each batch after step `start`: micro-batches (tokens, targets), int64."""
     import torch  # 175 MB, of which prepare_fineweb.py has no need
     for step in range(start + 1, args.steps + 1):
         numbers = batch_windows(args.seed, step - 1, args.batch_size, len(windows), rank, world_size)

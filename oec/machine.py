@@ -11,12 +11,9 @@ PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H20
 
 
 def default_dtype(device):
-    """'bfloat16' where the device has units for products in it, else 'float32'."""
-    if device == 'cuda':
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        units = torch.cpu.get_capabilities()
-        fast = units.get('amx_bf16') or units.get('avx512_bf16')
+    """'bfloat16' on a GPU and on a CPU that has units for products in it, else 'float32'."""
+    units = torch.cpu.get_capabilities()
+    fast = device == 'cuda' or units.get('amx_bf16') or units.get('avx512_bf16')
     return 'bfloat16' if fast else 'float32'
 
 
@@ -31,12 +28,12 @@ def set_up_machine(args, local_rank, world_size):
         torch.use_deterministic_algorithms(True)
 
     if args.device == 'cpu':
-        # The logits of each chunk are new memory, and in small pages that takes a fifth of a small step.
+        # The logits of each chunk are new memory: in small pages that takes a fifth of a small step.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
-        if args.dtype == 'bfloat16' and args.block_size <= 1024:
-            # Despite their names both apply to a CPU, where plain products beat flash on short sequences.
-            torch.backends.cuda.enable_flash_sdp(False)
-            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        # Despite their names these apply to a CPU, where plain bf16 products beat flash on short sequences.
+        short = args.dtype == 'bfloat16' and args.block_size <= 1024
+        torch.backends.cuda.enable_flash_sdp(not short)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(short)
         return torch.device('cpu')
 
     torch.cuda.set_device(local_rank)
@@ -80,10 +77,5 @@ def leave_processes():
 
 def peak_flops(device):
     """The BF16 peak of a device in FLOP/s, whatever a run's dtype is, or None where PEAK_TFLOPS has none."""
-    if device.type == 'cpu':
-        return None
-    name = torch.cuda.get_device_name(device)
-    for gpu, peak in PEAK_TFLOPS.items():
-        if gpu in name:
-            return 1e12 * peak
-    return None
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'
+    return next((1e12 * peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)

@@ -9,7 +9,6 @@ import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
 
-import torch
 
 import prepare_fineweb
 import train
@@ -49,13 +48,6 @@ def links(folder):
         if name.endswith(('.py', '.sh')) or name in ('analysis', 'oec'):
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def attention():
-    """PyTorch's choice of kernels, which a run in bf16 changes for the runs after it in this process."""
-    torch.backends.cuda.enable_flash_sdp(True)
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
 
 
 @pytest.fixture(scope='session')

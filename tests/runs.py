@@ -39,7 +39,8 @@ def state_of(folder, last='model_12.pt'):
     kept = load(folder, last)
     return {'log': log_of(folder), 'result': without_times(result_of(folder)), 'model': model['model'],
             'step': (model['step'], kept['step']), 'trained': kept['model'],
-            'optimizer': kept['optimizer']['state'], 'progress': without_times(kept['progress'])}
+            'optimizer': [state['state'] for state in kept['optimizer']],
+            'progress': without_times(kept['progress'])}
 
 
 def assert_same(a, b, path=''):
@@ -99,10 +100,10 @@ def record(argv):
         seen.setdefault('gradients', [p.grad.clone() for p in parameters])
         return clip(parameters, *args)
 
-    def recorded_step(model, optimizer, batch, *more, **named):
+    def recorded_step(model, optimizers, batch, *more, **named):
         seen['batches'].append([tokens for tokens, _ in batch])
         seen['weights'] = getattr(model, 'module', model).state_dict()
-        return train_step(model, optimizer, batch, *more, **named)
+        return train_step(model, optimizers, batch, *more, **named)
     torch.nn.utils.clip_grad_norm_, train.train_step = recorded_clip, recorded_step
     train.main(argv)
     torch.save(seen, os.path.join(argv[-1].removeprefix('--out='), f'rank{os.environ["RANK"]}.pt'))

@@ -27,9 +27,9 @@ def in_float64():
     make_model = train.make_model
 
     def make_float64(args, device):
-        model, optimizer = make_model(args, device)
+        model, optimizers = make_model(args, device)
         model.double().config.logits_dtype = 'float64'
-        return model, optimizer
+        return model, optimizers
     train.make_model = make_float64
 
 

@@ -128,10 +128,10 @@ def test_ddp_in_one_process_takes_the_same_steps(tmp_path, device):
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.FileStore(str(tmp_path / 'store'), 1))
     results = []
     for parallel in (False, True):
-        args, model, optimizer = run_of(device, method='mu_loss', lam=1.0, dtype='float32')
+        args, model, optimizers = run_of(device, method='mu_loss', lam=1.0, dtype='float32')
         if parallel:  # as in train.py
             model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-        steps = [train.train_step(model, optimizer, batch_of(device), step, args) for step in range(1, 6)]
+        steps = [train.train_step(model, optimizers, batch_of(device), step, args) for step in range(1, 6)]
         results.append([(machine.join_processes(stats['loss']).mean(), norm) for stats, norm in steps])
     del model
     dist.destroy_process_group()
@@ -144,12 +144,12 @@ def test_ddp_in_one_process_takes_the_same_steps(tmp_path, device):
 def test_the_host_does_not_wait_for_a_step(method, device):
     """But in spectrum_control, for its eigenvalues."""
     compile = method in ('baseline', 'mu_centering')
-    args, model, optimizer = run_of(device, method=method, dtype='bfloat16', compile=compile)
+    args, model, optimizers = run_of(device, method=method, dtype='bfloat16', compile=compile)
     batch = batch_of(device)
-    train.train_step(model, optimizer, batch, 1, args)
+    train.train_step(model, optimizers, batch, 1, args)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode('error')
     try:
-        train.train_step(model, optimizer, batch, 2, args)
+        train.train_step(model, optimizers, batch, 2, args)
     finally:
         torch.cuda.set_sync_debug_mode('default')

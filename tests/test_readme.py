@@ -41,7 +41,7 @@ def test_the_lrs_table_is_that_of_the_csv():
 
 PLACES = {  # where README's diffs say that their lines go: below what ends a line, or above other words
     'METHODS': r'METHODS = {\n', 'head_loss': r'    stats = {.loss.',
-    'train_step': r'    optimizer.zero_grad',
+    'train_step': r'    raw_model.zero_grad',
     'equations': r'    return loss, torch.zeros'}
 
 
