@@ -9,7 +9,6 @@ import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
 
-
 import prepare_fineweb
 import train
 from oec.common import UserError
@@ -24,12 +23,10 @@ def read(*path):
         return file.read()
 
 
-def execute(*command, check=0, cwd=ROOT, **env):
-    """Starts a program as a user would and asserts its exit status; returns the finished process."""
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env={**ENV, **env}, capture_output=True,
-                          text=True, timeout=600)
-    assert done.returncode == check, done.stdout + done.stderr
-    return done
+def execute(*command, cwd=ROOT, **env):
+    """Starts a program as a user would and asserts that its exit status is 0."""
+    done = subprocess.run(command, cwd=cwd, env={**ENV, **env}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def refused(call, *named, status=2):
@@ -39,15 +36,6 @@ def refused(call, *named, status=2):
     line, found = str(caught.value), caught.value.status
     traceback.clear_frames(caught.tb)  # which hold main's variables, and with them the folder's lock
     assert found == status and '\n' not in line and all(str(name) in line for name in named), line
-
-
-def links(folder):
-    """Fills a folder with links to the programs: a checkout whose out/ and results/ are not the user's."""
-    os.makedirs(folder, exist_ok=True)
-    for name in os.listdir(ROOT):
-        if name.endswith(('.py', '.sh')) or name in ('analysis', 'oec'):
-            os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
-    return folder
 
 
 @pytest.fixture(scope='session')
@@ -62,17 +50,19 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope='session')
 def swept(corpus, tmp_path_factory):
     """
-    Two methods at two learning rates: .folder, .out (the runs), .results, .stdout. The last run is that of a
-    real sweep; the others, which would take Python seconds to start, are there before it.
+    Two methods at two learning rates: .folder, .out (the runs), .results. The last run is that of a real
+    sweep; the others, which would take Python seconds to start, are there before it.
     """
-    folder = links(str(tmp_path_factory.mktemp('swept') / 'checkout'))
+    folder = str(tmp_path_factory.mktemp('checkout'))  # whose out/ and results/ are not the user's
+    for name in os.listdir(ROOT):
+        if name.endswith(('.py', '.sh')) or name in ('analysis', 'oec'):
+            os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     out = os.path.join(folder, 'out', 'demo')
     for method, lr in (('baseline', '0.01'), ('baseline', '0.1'), ('mu_centering', '0.01')):
         train.main(['--size=tiny', '--steps=60', '--batch_size=8', '--block_size=128', '--log_every=2',
                     '--eval_every=0', '--test_tokens=8192', '--device=cpu', '--threads=1',
                     '--logits_dtype=bfloat16', f'--method={method}', f'--lr={lr}', f'--data={corpus}',
                     f'--out={out}/tiny-untied-{method}-lr{lr}-s1'])
-    done = execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='mu_centering', LRS='1e-1', STEPS='60',
-                   DATA=corpus, FLAGS='--test_tokens=8192')
-    return SimpleNamespace(folder=folder, out=out, stdout=done.stdout,
-                           results=os.path.join(folder, 'results', 'demo'))
+    execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='mu_centering', LRS='1e-1', STEPS='60',
+            DATA=corpus, FLAGS='--test_tokens=8192')
+    return SimpleNamespace(folder=folder, out=out, results=os.path.join(folder, 'results', 'demo'))

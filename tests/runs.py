@@ -1,7 +1,9 @@
 """Small runs for the tests: their flags, what they leave, what happens in them, runs of several processes."""
+import functools
 import itertools
 import json
 import os
+import signal
 import socket
 
 import torch
@@ -13,6 +15,7 @@ from processes import process
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')
 TIMES = ('tokens_per_second', 'mfu', 'train_seconds', 'timed_steps', 'log_bytes')  # whose digits vary
+assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)  # bit for bit
 PORTS = itertools.count(20_000 + os.getpid() % 10_000)  # below those that gloo takes from the system
 
 
@@ -43,34 +46,16 @@ def state_of(folder, last='model_12.pt'):
             'progress': without_times(kept['progress'])}
 
 
-def assert_same(a, b, path=''):
-    """Bit for bit, through dicts, lists and tensors."""
-    assert type(a) is type(b), path
-    if isinstance(a, dict):
-        assert list(a) == list(b), path
-        for key in a:
-            assert_same(a[key], b[key], f'{path}/{key}')
-    elif isinstance(a, (list, tuple)):
-        assert_same(dict(enumerate(a)), dict(enumerate(b)), path)
-    else:
-        same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
-        assert same, f'{path}: {a} and {b}'
-
-
-def at_call(name, number, act, *args):
-    """Has train.<name> call act(*args) first as this process calls it for the time `number`, 1, 2, ..."""
-    real, calls = getattr(train, name), itertools.count(1)
+def signal_at(which, name, number):
+    """Sends this process a signal as train.<name> is called for the time `number`, 1, 2, ..."""
+    real = getattr(train, name)
+    calls = itertools.count(1)
 
     def call(*given, **named):
         if next(calls) == number:
-            act(*args)
+            signal.raise_signal(which)
         return real(*given, **named)
     setattr(train, name, call)
-
-
-def signal_at_step(number, at):
-    """Sends this process a signal as its optimizer step `at` begins."""
-    at_call('train_step', at, os.kill, os.getpid(), number)
 
 
 def ranks(world, argv, stderr, main=train.main, prepare=(), nodes=None):
@@ -89,21 +74,15 @@ def ranks(world, argv, stderr, main=train.main, prepare=(), nodes=None):
 def record(argv):
     """
     train.main in a rank, which leaves what it saw as rank<r>.pt in the run's folder, argv[-1]: the tokens of
-    each step by micro-batch, the first step's gradients before they are clipped, the weights at the end.
+    each step by micro-batch and the weights at the end.
     """
     seen = {'batches': []}
-    clip = torch.nn.utils.clip_grad_norm_
     train_step = train.train_step
-
-    def recorded_clip(parameters, *args):
-        parameters = list(parameters)
-        seen.setdefault('gradients', [p.grad.clone() for p in parameters])
-        return clip(parameters, *args)
 
     def recorded_step(model, optimizers, batch, *more, **named):
         seen['batches'].append([tokens for tokens, _ in batch])
         seen['weights'] = getattr(model, 'module', model).state_dict()
         return train_step(model, optimizers, batch, *more, **named)
-    torch.nn.utils.clip_grad_norm_, train.train_step = recorded_clip, recorded_step
+    train.train_step = recorded_step
     train.main(argv)
     torch.save(seen, os.path.join(argv[-1].removeprefix('--out='), f'rank{os.environ["RANK"]}.pt'))
