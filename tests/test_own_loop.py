@@ -5,6 +5,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 from conftest import read
 from processes import finish
@@ -18,29 +21,24 @@ def readme_functions():
     return names['center'], names['mu_loss']
 
 
-def own_loop(gpt, method, rank, shards):
-    """Anybody's training loop with the README's lines: three steps on this rank's share of each batch."""
-    center, mu_loss = readme_functions()
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in (1, 2, 3):
-        optimizer.zero_grad()
-        gpt(*(x.chunk(shards)[rank % shards] for x in token_batch(step)))[0].backward()
-        if method == 'mu_loss':
-            mu_loss(gpt.E, lam=0.3).backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-        optimizer.step()
-        if method == 'mu_centering':
-            center(gpt.E)
-
-
 def whole_and_sharded(rank):
-    from torch.distributed.fsdp import fully_shard
+    """Anybody's training loop with the README's lines: three steps, on this rank's share of each batch."""
+    center, mu_loss = readme_functions()
     for method, tying, shards in itertools.product(('mu_centering', 'mu_loss'), (False, True), (1, 2)):
         own, ours = (tiny_gpt(m, vocab_size=61, weight_tying=tying) for m in ('baseline', method))
         if shards == 2:
             fully_shard(own)
             assert own.E.to_local().shape == (31 - rank, 16)
-        own_loop(own, method, rank, shards)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            own(*(x.chunk(shards)[rank % shards] for x in token_batch(step)))[0].backward()
+            if method == 'mu_loss':
+                mu_loss(own.E, lam=0.3).backward()
+            torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+            optimizer.step()
+            if method == 'mu_centering':
+                center(own.E)
         list(train_steps(ours, method, 3))
         for p, q in zip(own.parameters(), ours.parameters(), strict=True):
             close(p.full_tensor() if shards == 2 else p, q, rtol=0, atol=1e-12)
@@ -48,8 +46,6 @@ def whole_and_sharded(rank):
 
 def split_embeddings(rank):
     """Appendix E: if E is split by rows they take no collective but all_reduce, of H numbers; else none."""
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-    from torch.distributed.tensor.debug import CommDebugMode
     center, mu_loss = readme_functions()
     mesh, full = init_device_mesh('cpu', (2,)), normal(generator(0), 61, 16) + 1
     mu = full.mean(dim=0)
