@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import torch
 
-import train
 from model import METHODS
 from oec import bench
 
@@ -25,14 +24,6 @@ def test_steps_of_every_method_and_heads_are_compared(capsys, monkeypatch):
     bench.main([*TINY, '--head'])
     rows = printed_rows(capsys)
     assert [name for name, *_ in rows] == ['head_loss', 'compiled', 'by chunks', 'by chunks, compiled']
-
-
-def test_a_step_trains_on_the_whole_batch():
-    args = train.parse_flags([flag for flag in TINY if 'seconds' not in flag] + ['--method=mu_centering'])
-    train.fill_in(args)
-    step = bench.training_step(args, CPU)
-    losses = [step()[0]['loss'] for _ in range(5)]
-    assert losses[0].shape == (4 * 32,) and losses[4].mean() < losses[0].mean()
 
 
 def test_a_ratio_is_the_median_over_turns_of_the_ratio_within_a_turn(capsys, monkeypatch):

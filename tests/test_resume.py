@@ -161,6 +161,9 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, beg
                          ('--dtype', '--dtype=bfloat16'), ('--weight_tying', '--no-weight_tying')):
         refused(lambda: train.main(flags_of(corpus, begun, change)), begun, f'{name}=')  # noqa: B023
         assert folder_hash(tmp_path) == before
+    config = common.read_json(str(begun / 'config.json'))
+    del config['cap']  # a flag that older code lacked
+    common.write_json(str(begun / 'config.json'), config)
     train.main(flags_of(moved, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert (begun / 'result.json').exists()
     os.truncate(begun / 'config.json', 10)

@@ -178,28 +178,13 @@ def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_star
     assert not os.path.exists(tmp_path / 'bad')
 
 
-def test_a_run_of_code_with_other_flags_resumes(trained):
-    """A flag that the older code lacked has its default; one that a fork has is no matter."""
-    whole = trained('whole', *LONG)
-    config = common.read_json(f'{whole}/config.json')
-    del config['cap'], config['mu_shift']
-    common.write_json(f'{whole}/config.json', {**config, 'sharpness': 2.0})
-    resumed = resume(trained, whole, 'model_30.pt', *LONG)
-    assert_same(load(resumed)['model'], load(whole)['model'])
-    assert gpt_config({**config, 'sharpness': 2.0}) == gpt_config(load(whole)['config'])
-
-
 def test_wandb_gets_every_line_of_the_log_and_one_run_for_a_run_that_resumes(trained, monkeypatch):
     seen = []
 
     def init(project, resume, id, **_):
         seen.append((project, resume, id))
-        return wandb
-
-    def log(entry, step):
-        seen.append((step, entry.get('loss')))
-    wandb = SimpleNamespace(__spec__='any', init=init, log=log)
-    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+        return SimpleNamespace(log=lambda entry, step: seen.append((step, entry.get('loss'))))
+    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(__spec__='any', init=init))
     flags = ('--steps=6', '--keep_every=3', '--wandb=mine')
     out = trained('run', *flags)
     first, *logged = seen
