@@ -179,12 +179,11 @@ def test_a_sweep_that_a_signal_ended_has_no_runs_left_and_resumes(fake, name, st
     assert not (fake.folder / 'pwned').exists()
 
 
-@pytest.mark.parametrize('nproc', ['1', '2'])
-def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake, nproc):
+def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake):
     broken = fake.folder / 'broken'
     broken.write_text('tiny-untied-mu_loss-lr0.001-s1')
     for left in (10, 1):  # the same command tries that one alone
-        out, error = fake.run(1, NPROC=nproc)
+        out, error = fake.run(1)
         assert out.startswith(f'{left} of 10 runs') and fake.done() == 9
         assert broken.read_text() in error and error.count('tiny-untied-') == 2  # its name and its log
 
@@ -192,7 +191,7 @@ def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake, nproc):
     lost = fake.out / 'tiny-untied-z_loss-lr0.001-s1'
     shutil.rmtree(lost)
     with common.lock_folder(lost):  # by a second sweep, which is no failure of this one
-        out, error = fake.run(NPROC=nproc)
+        out, error = fake.run()
     assert out.startswith('2 of 10 runs') and error == '' and fake.done() == 9
     assert fake.run(STEPS='7')[0].startswith('10 of 10 runs')  # others
 
