@@ -82,14 +82,14 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_and_resumes_to_its_own_bi
 
 def test_muon_head_steps_E_with_muon_and_the_rest_with_adamw_and_resumes_to_its_own_bits(trained):
     """Muon's update is lr 0.2 sqrt(V) times a matrix whose singular values are near 1; mu stays."""
-    flags = ('--steps=20', '--lr=1e-2', '--warmup=0', '--keep_every=1')
+    flags = ('--steps=20', '--lr=1e-2', '--warmup=0', '--keep_every=1', '--n_embd=64')
     adamw = trained('adamw', *flags)
     muon = trained('muon', *flags, '--method=muon_head')
     first, others = (load(out, 'model_1.pt')['model'] for out in (muon, adamw))
     torch.manual_seed(1)
     update = first.pop('lm_head.weight') - GPT(gpt_config(load(muon)['config'])).E
     sigma = torch.linalg.svdvals(update) / (1e-2 * 0.2 * math.sqrt(320))
-    assert abs(sigma[:24] - 1).max() < 0.4  # of 32; the smallest ones need more iterations
+    assert abs(sigma[:32] - 1).max() < 0.3  # of 64; the smallest ones need more iterations
     del others['lm_head.weight']
     assert_same(first, others)
     assert result_of(muon)['mu_norm'] < 0.1 * result_of(adamw)['mu_norm']
