@@ -1,4 +1,5 @@
 """The machine that a run is on: its device, and the processes that torchrun started."""
+import ctypes
 import os
 
 import torch
@@ -28,8 +29,12 @@ def set_up_machine(args, local_rank, world_size):
         torch.use_deterministic_algorithms(True)
 
     if args.device == 'cpu':
-        # The logits of each chunk are new memory: in small pages that takes a fifth of a small step.
+        # New memory costs a fifth of a small step. So glibc keeps what is freed, but for the blocks above 48
+        # MiB, such as the logits of a chunk: they would not fit into its gaps again, and come in huge pages.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
+        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
+        mallopt(-3, 48 * 2**20)  # M_MMAP_THRESHOLD
+        mallopt(-1, -1)          # M_TRIM_THRESHOLD: never
         # Despite their names these apply to a CPU, where plain bf16 products beat flash on short sequences.
         short = args.dtype == 'bfloat16' and args.block_size <= 1024
         torch.backends.cuda.enable_flash_sdp(not short)
