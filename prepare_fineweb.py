@@ -6,7 +6,7 @@ Turns text into token shards for train.py. The same command resumes where it was
     python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib   # needs no network
 
-The authors' shards are the way to their data and the quickest to a full set. The default tokenizes other
+The authors' shards are their own data, and the fastest way to a full set. The default tokenizes other
 documents of the same corpus. Downloads are retried, but a hub that fails at the very start ends the program:
     until python prepare_fineweb.py; do sleep 60; done
 """
@@ -36,7 +36,7 @@ def parser():
     add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'])
     add('--name', help='config of FineWeb (default sample-100BT), or dataset of pretokenized shards')
     add('--files', help='a quoted glob of .txt, .jsonl or .parquet files (column: text) for --source=local')
-    add('--out', help='folder of the shards (default data/fineweb, but --source=local needs one)')
+    add('--out', help='folder of the shards (default data/fineweb or data/stdlib; --source=local needs one)')
     add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='default gpt2; bytes works offline')
     add('--tokens', type=number(1, whole=True), default=13_200_000_000, help='to train on (default 13.2e9)')
     add('--val_tokens', type=shard_size, help='in the val shard (default 10.5e6, for local files 1e5)')
@@ -120,7 +120,7 @@ def main(argv=None):
     check(args.name is None or args.source in NAMES, f'--source={args.source} has no --name')
     check(not ready or (args.tokenizer == 'gpt2' and args.val_tokens is None),
           '--source=pretokenized has GPT-2 tokens and a val shard: leave out --tokenizer and --val_tokens')
-    args.out = args.out or 'data/fineweb'
+    args.out = args.out or ('data/stdlib' if args.source == 'stdlib' else 'data/fineweb')
     args.name = args.name or NAMES.get(args.source)
     args.val_tokens = args.val_tokens or (100_000 if local else 10_500_000)
 

@@ -85,9 +85,9 @@ def measure_model(path, args):
         h, targets = final_states(model, window[None, :-1]), window[1:]
         found = measure.statistics(h, E, targets, config)
         found['bf16'] = found.pop('loss')
-        found['fp32'] = head(h, E, targets, in_fp32, with_stats=False)[1]['loss']
+        found['fp32'] = head(h, E, targets, in_fp32, with_logit_stats=False)[1]['loss']
         if config.head_mode == 'baseline':  # centering would change capped logits
-            found['bf16_centered'] = head(h, E - mu, targets, config, with_stats=False)[1]['loss']
+            found['bf16_centered'] = head(h, E - mu, targets, config, with_logit_stats=False)[1]['loss']
         parts.append({name: values.cpu() for name, values in found.items()})
     means = {name: values.double().mean().item() for name, values in join_stats(parts).items()}
     if args.center_to:

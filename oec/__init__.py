@@ -1,1 +1,0 @@
-"""Output Embedding Centering: the helpers of the programs one folder up."""

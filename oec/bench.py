@@ -4,9 +4,8 @@ Speed and memory of the training step with each method, or of the output head, s
     python -m oec.bench --methods=baseline,mu_loss --size=16M --batch_size=8 --block_size=512
     python -m oec.bench --head --size=16M      head_loss as it stands, by chunks, and both compiled
 
-The flags of train.py are flags here. Contestants take turns (A B A B ...), so a machine that drifts slows all
-of them; a ratio is the median over the turns of the ratio within a turn. Milliseconds are medians, after
-warm-up, with the device synchronised.
+Takes the flags of train.py, but for --method. Contestants take turns (A B A B ...), so a machine that drifts
+slows all of them; a ratio is the median over the turns of the ratio within a turn, milliseconds are medians.
 """
 import argparse
 import itertools
@@ -69,7 +68,7 @@ def training_step(args, device):
     tokens = torch.randint(args.vocab_size, (args.batch_size, args.block_size + 1)).to(device)
     batch = [(part[:, :-1], part[:, 1:]) for part in tokens.split(args.micro_batch_size)]
     steps = itertools.count(1)
-    return lambda: train.train_step(model, optimizers, batch, next(steps), args, with_stats=False)
+    return lambda: train.train_step(model, optimizers, batch, next(steps), args, with_logit_stats=False)
 
 
 def head_pass(head, config, n, device):
@@ -77,7 +76,7 @@ def head_pass(head, config, n, device):
     h = torch.randn(n, config.n_embd, device=device).requires_grad_()
     E = (0.1 * torch.randn(config.vocab_size, config.n_embd, device=device)).requires_grad_()
     targets = torch.randint(config.vocab_size, (n,), device=device)
-    return lambda: torch.autograd.grad(head(h, E, targets, config, with_stats=False)[0], (h, E))
+    return lambda: torch.autograd.grad(head(h, E, targets, config, with_logit_stats=False)[0], (h, E))
 
 
 def main(argv=None):
@@ -90,6 +89,7 @@ def main(argv=None):
     add('--seconds', type=number(above=0), default=20.0, help='how long to time: 20')
     p.set_defaults(vocab_size=50304)  # whatever the data
     args = parse_args(p, argv)
+    check(args.method == 'baseline', '--method should be --methods, which has several')
     methods = args.methods.split(',')
     check(METHODS.keys() >= {*methods}, f'--methods={args.methods} should be some of {", ".join(METHODS)}')
     settings = {}

@@ -104,7 +104,7 @@ def epoch_order(seed, epoch, n_windows):
 
 
 def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
-    """The windows (batch_size / world_size,) that `rank` reads of the global batch of `step`."""
+    """The windows (batch_size / world_size,) of `rank` in the global batch `step`, counted from 0."""
     share = batch_size // world_size
     first = step * batch_size + rank * share
     epochs, within = np.divmod(np.arange(first, first + share), n_windows)

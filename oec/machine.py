@@ -29,8 +29,7 @@ def set_up_machine(args, local_rank, world_size):
         torch.use_deterministic_algorithms(True)
 
     if args.device == 'cpu':
-        # New memory costs a fifth of a small step. So glibc keeps what is freed, but for the blocks above 48
-        # MiB, such as the logits of a chunk: they would not fit into its gaps again, and come in huge pages.
+        # New memory costs a fifth of a small step: glibc keeps what is freed, larger blocks get huge pages.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
         mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
         mallopt(-3, 48 * 2**20)  # M_MMAP_THRESHOLD

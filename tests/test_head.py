@@ -27,7 +27,7 @@ def test_statistics_are_those_of_each_position_over_the_vocabulary(method, head,
         if method == 'soft_capping':  # of the capped logits
             logits = 5 * torch.tanh(logits / 5)
         total, stats = head(h, E, targets, config_64(method, cap=5.0))
-        same_total, fewer = head(h, E, targets, config_64(method, cap=5.0), with_stats=False)
+        same_total, fewer = head(h, E, targets, config_64(method, cap=5.0), with_logit_stats=False)
         found = torch.stack([stats.pop(name) for name in ('logit_mean', 'logit_std', 'logit_absmax')])
         expected = logits.mean(dim=1), logits.std(dim=1, correction=0), logits.abs().amax(dim=1)
         close(found, torch.stack(expected), rtol=1e-9, atol=1e-9)
