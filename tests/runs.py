@@ -16,7 +16,7 @@ SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batc
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')
 TIMES = ('tokens_per_second', 'mfu', 'train_seconds', 'timed_steps', 'log_bytes')  # whose digits vary
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)  # bit for bit
-PORTS = itertools.count(20_000 + os.getpid() % 10_000)  # below those that gloo takes from the system
+PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # its own of each of pytest's workers
 
 
 def without_times(entry):
