@@ -4,7 +4,7 @@ From checkpoints to statistics, tables, figures and a page for the browser.
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
     python analyze.py --theory                          # the paper's figures that need no runs
-    python analyze.py --hf FOLDER                       # the same quantities of a model that others trained
+    python analyze.py --hf MODEL                        # the same quantities of a model that others trained
 
 Models become statistics (analysis/measure.py), runs become csv files (runs.py), and from these files alone
 come the tables (tables.py), the figures (plots.py) and the page (report.py).
@@ -26,10 +26,11 @@ def parser():
         f'{", ".join(runs.REQUIRED)}, and may have {", ".join(optional)}')
     add('--out', help='folder to write to (default results/<name of the sweep or csv>)')
     add('--theory', action='store_true', help="the paper's Figures 1, 6 and 7, which need no runs")
-    add('--hf', nargs='+', metavar='FOLDER', help='folders or hub names of models that others trained')
+    add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, hub names, NAME@REVISION")
     add('--text', metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: '
         "text); default: the source of Python's standard library")
-    add('--positions', type=number(least=1, whole=True), help='with --hf: tokens of --text (default 16384)')
+    add('--positions', type=number(0, whole=True), help='with --hf: tokens of --text (default 16384); 0: '
+        'the output embeddings alone')
     add('--center_to', metavar='NEW', help='with --hf: write the model with centered output embeddings there')
     return p
 
@@ -37,10 +38,11 @@ def parser():
 def check_flags(args):
     sources = [source for source in (args.runs, args.results, args.hf) if source]
     check(len(sources) == 1 or (args.theory and not sources),
-          'give one of run folders, such as out/demo, --results=FILE.csv, --theory and --hf FOLDER')
+          'give one of run folders, such as out/demo, --results=FILE.csv, --theory and --hf MODEL')
     check(not (args.theory and args.hf), '--theory and --hf do not go together')
     for_hf = (args.text, args.positions, args.center_to)
     check(args.hf or for_hf == (None, None, None), '--text, --positions and --center_to need --hf')
+    check(not args.center_to or args.positions != 0, '--center_to needs --positions, to check probabilities')
 
 
 def default_out(args):

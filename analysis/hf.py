@@ -1,37 +1,91 @@
 """
 The same quantities of models that others trained, any causal language model in Hugging Face format, and what
-BF16 costs it. By Fact 2 a finished model can be centered without training (--center_to).
+BF16 costs it; of several checkpoints of a training their drift. By Fact 2 a finished model can be centered
+without training (--center_to).
 """
+import contextlib
+import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from tqdm import tqdm
 
-from analysis import measure, report, runs
+from analysis import measure, plots, report, runs
 from model import GPTConfig, head_loss, join_stats
 from oec import sources
-from oec.common import UserError, check, lock_folder
+from oec.common import UserError, check, lock_folder, read_json
 from oec.head import chunked
 
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
+SAYS = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
+        'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
 
 
-def load(path):
-    """A folder or a hub name -> (model in its own dtype, tokenizer); no code of the folder's own is run."""
+def import_transformers():
     try:
         import transformers
     except ImportError as error:
         raise UserError('--hf needs transformers: pip install transformers') from error
     transformers.logging.set_verbosity_error()
-    with sources.naming(f'--hf={path}: not a causal language model that can be read'):
+    return transformers
+
+
+def naming(name):
+    return sources.naming(f'--hf={name}: not a causal language model that can be read')
+
+
+def place(name):
+    """FOLDER, NAME or NAME@REVISION -> the folder or hub name, and where else transformers should look."""
+    path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
+    return path, dict(revision=revision or 'main', trust_remote_code=False)
+
+
+def step_of(name):
+    """The step in a name such as NAME@step1000 or run/checkpoint-500, NaN if it has none."""
+    found = re.search(r'(?:step|checkpoint|ckpt)[-_]?(\d+)', name) or re.search(r'@\D*(\d+)', name)
+    return int(found[1]) if found else math.nan
+
+
+def load(name):
+    """The model of this name, in its own dtype, and its tokenizer. No code that comes with it is run."""
+    transformers = import_transformers()
+    path, where = place(name)
+    with naming(name):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype='auto', trust_remote_code=False, output_loading_info=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    check(not found['missing_keys'], f'--hf={path}: its files lack weights')
+            path, dtype='auto', output_loading_info=True, **where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **where)
+    check(not found['missing_keys'], f'--hf={name}: its files lack weights')
     return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
+
+
+def load_output_embeddings(name):
+    """E (V, H) of the model of this name. Of safetensors files no other tensor is read."""
+    transformers = import_transformers()
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+    path, where = place(name)
+    file_of = {}  # each tensor's
+    with naming(name):
+        with torch.device('meta'):
+            shapes = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.from_pretrained(path, **where))
+        with contextlib.suppress(OSError):  # if it is in one file
+            with safe_open(cached_file(path, 'model.safetensors', **where), 'pt') as file:
+                file_of = dict.fromkeys(file.keys(), 'model.safetensors')
+        with contextlib.suppress(OSError):  # if it is in several
+            file_of = read_json(cached_file(path, 'model.safetensors.index.json', **where))['weight_map']
+    E = shapes.get_output_embeddings().weight
+    names = [name for name, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
+    for key in file_of:  # a file may leave out the first part of a name
+        if any(f'.{name}'.endswith(f'.{key}') for name in names):
+            with naming(name), safe_open(cached_file(path, file_of[key], **where), 'pt') as file:
+                return file.get_tensor(key)
+    return load(name)[0].get_output_embeddings().weight
 
 
 def final_states(model, tokens):
@@ -39,7 +93,7 @@ def final_states(model, tokens):
     return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1).float()
 
 
-def head_config(path, model):
+def head_config(name, model):
     """The GPTConfig whose head has the model's logits. UserError if they have more to them."""
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     E = model.get_output_embeddings().weight
@@ -49,7 +103,7 @@ def head_config(path, model):
     if cap:
         ours = cap * torch.tanh(ours / cap)
     near = 1e-4 if E.dtype == torch.float32 else 4 * torch.finfo(E.dtype).eps
-    check((ours - theirs).abs().max() <= near * theirs.abs().max(), f'--hf={path}: its logits are not output '
+    check((ours - theirs).abs().max() <= near * theirs.abs().max(), f'--hf={name}: its logits are not output '
           'embedding times final hidden state; what is between is not understood')
     return GPTConfig(head_mode='soft_capping' if cap else 'baseline', cap=cap or 1.0, logits_dtype='bfloat16')
 
@@ -70,11 +124,23 @@ def read_windows(model, tokenizer, pattern, n):
     return torch.tensor(tokens[:wanted * (length + 1)]).view(wanted, length + 1)
 
 
+def of_embeddings(E):
+    return {'V': len(E), 'H': E.size(1), 'mu_norm': E.mean(dim=0).norm().item(),
+            'mean_share': measure.mean_share(E).item(), 'r_emb': measure.norm_ratios(E).mean().item()}
+
+
 @torch.no_grad()
-def measure_model(path, args):
+def measure_model(name, args):
     """Loads, measures and, if asked to, centers a model -> its row of models.csv."""
-    model, tokenizer = load(path)
-    config = head_config(path, model)
+    row = {'model': Path(name).name, 'step': step_of(name)}
+    if args.positions == 0:
+        return {**row, **of_embeddings(load_output_embeddings(name).float())}
+
+    model, tokenizer = load(name)
+    config = head_config(name, model)
+    capped = config.head_mode == 'soft_capping'
+    check(not (capped and args.center_to), f'--center_to={args.center_to}: the logits of {name} are capped, '
+          'and centering would change their probabilities')
     in_fp32 = replace(config, logits_dtype='float32')
     head = chunked(head_loss)
     E = model.get_output_embeddings().weight.float()
@@ -86,18 +152,18 @@ def measure_model(path, args):
         found = measure.statistics(h, E, targets, config)
         found['bf16'] = found.pop('loss')
         found['fp32'] = head(h, E, targets, in_fp32, with_logit_stats=False)[1]['loss']
-        if config.head_mode == 'baseline':  # centering would change capped logits
+        if not capped:
             found['bf16_centered'] = head(h, E - mu, targets, config, with_logit_stats=False)[1]['loss']
         parts.append({name: values.cpu() for name, values in found.items()})
     means = {name: values.double().mean().item() for name, values in join_stats(parts).items()}
-    if args.center_to:
-        center(path, args.center_to, model, tokenizer, windows[:1, :-1].to(E.device))
-    return {'model': Path(path).name, 'V': len(E), 'H': E.size(1), 'positions': windows[:, 1:].numel(),
-            'mu_norm': mu.norm().item(), 'mean_share': measure.mean_share(E).item(),
-            'r_emb': measure.norm_ratios(E).mean().item(), **means, 'cost': means['bf16'] - means['fp32']}
+    row |= {**of_embeddings(E), 'positions': windows[:, 1:].numel(), **means,
+            'cost': means['bf16'] - means['fp32']}
+    if args.center_to:  # last: it changes the model
+        center(name, args.center_to, model, tokenizer, windows[:1, :-1].to(E.device))
+    return row
 
 
-def center(path, new, model, tokenizer, tokens):
+def center(name, new, model, tokenizer, tokens):
     """
     Writes the model with the output embeddings E - mu to the folder `new`, whole or not at all. UserError if
     in fp32 a probability after `tokens` (n, T) changes by more than 1e-5.
@@ -107,26 +173,43 @@ def center(path, new, model, tokenizer, tokens):
     before = model(tokens).logits.softmax(dim=-1)
     W -= W.mean(dim=0)
     change = (model(tokens).logits.softmax(dim=-1) - before).abs().max().item()
-    check(change <= 1e-5, f'--center_to={new}: centering {path} changes a probability by {change:.1e}; are '
-          'its output embeddings tied to the input embeddings, or its logits capped? Nothing was written')
+    check(change <= 1e-5, f'--center_to={new}: centering {name} changes a probability by {change:.1e}; are '
+          'its output embeddings tied to the input embeddings? Nothing was written')
     model.to(dtype).save_pretrained(f'{new}.tmp')
     tokenizer.save_pretrained(f'{new}.tmp')
     os.rename(f'{new}.tmp', new)
-    print(f'{new}: {path} with centered output embeddings; probabilities change by at most {change:.0e}')
+    print(f'{new}: {name} with centered output embeddings; probabilities change by at most {change:.0e}, but '
+          'sampling with a repetition penalty does change, since that depends on the zero of the logits')
+
+
+def drift(measured):
+    """The figure of models that are checkpoints of a training; None unless they have two steps."""
+    rows = measured.dropna(subset='step').sort_values('step')
+    if rows.step.nunique() < 2:
+        return None
+    columns = [column for column in ('mu_norm', 'mean_share', 'logit_mean', 'cost') if column in rows]
+    figure, axes = plt.subplots(1, len(columns), figsize=(3.3 * len(columns), 3))
+    for ax, column in zip(axes, columns, strict=True):
+        for name, part in rows.groupby(rows.model.str.replace(r'@.*', '', regex=True), sort=False):
+            ax.plot(part.step, part[column], marker='.', label=name)
+        ax.set(xlabel='step', ylabel=plots.LABELS[column])
+    axes[0].legend()
+    return dict(figure=figure, title='The same, by training step', where='', says=SAYS)
 
 
 def main(args):
     check(not args.center_to or (len(args.hf) == 1 and not os.path.exists(args.center_to)),
           f'--center_to={args.center_to}: should be a new folder, for one model')
-    measured = pd.DataFrame([measure_model(path, args) for path in args.hf])
-    rows = measured.set_index('model').T.map('{:.5g}'.format).rename_axis('').reset_index()
-    table = dict(
-        title='Output embeddings and logits', where='Section 3', rows=rows,
-        says='mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
-             'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
-    out = args.out or Path('results', '-'.join(measured.model))
+    measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
+    rows = measured.dropna(axis='columns', how='all').set_index('model').map('{:.5g}'.format)
+    rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
+    items = [dict(title='Output embeddings and logits', where='Section 3', rows=rows, says=SAYS)]
+    out = args.out or Path('results', measured.model[0])
     with lock_folder(out, wait=True):
         runs.write_csv(Path(out, 'models.csv'), measured)
-        report.write_page(out, [], [table])
+        figure = drift(measured)
+        if figure:
+            items.append(plots.save(figure, 'drift', out))
+        report.write_page(out, [], items)
     print('', report.for_terminal(rows), f'wrote {out}', sep='\n')
     return 0
