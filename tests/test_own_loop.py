@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 
 from conftest import read
 from processes import finish
@@ -21,27 +22,36 @@ def readme_functions():
     return names['center'], names['mu_loss']
 
 
+def hook(optimizer, model):
+    """Registers the README's line."""
+    line, = re.findall(r'^(optimizer\.register_step_post_hook.*)$', read('README.md'), re.M)
+    exec(line, {'optimizer': optimizer, 'model': model, 'center': readme_functions()[0]})
+
+
 def whole_and_sharded(rank):
     """Anybody's training loop with the README's lines: three steps, on this rank's share of each batch."""
-    center, mu_loss = readme_functions()
-    for method, tying, shards in itertools.product(('mu_centering', 'mu_loss'), (False, True), (1, 2)):
-        own, ours = (tiny_gpt(m, vocab_size=61, weight_tying=tying) for m in ('baseline', method))
-        if shards == 2:
-            fully_shard(own)
-            assert own.E.to_local().shape == (31 - rank, 16)
+    _, mu_loss = readme_functions()
+    kinds = (None, DistributedDataParallel, fully_shard)
+    methods = ('mu_centering', 'mu_loss')
+    for method, tying, V, wrap in itertools.product(methods, (False, True), (61, 64), kinds):
+        own, ours = (tiny_gpt(m, vocab_size=V, weight_tying=tying) for m in ('baseline', method))
+        model = wrap(own) if wrap else own
+        shards = 2 if wrap else 1
+        if wrap is fully_shard:
+            assert own.E.to_local().shape == ((V + 1 - rank) // 2, 16)
         optimizer = torch.optim.AdamW(own.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+        if method == 'mu_centering':
+            hook(optimizer, own)
         for step in (1, 2, 3):
             optimizer.zero_grad()
-            own(*(x.chunk(shards)[rank % shards] for x in token_batch(step)))[0].backward()
+            model(*(x.chunk(shards)[rank % shards] for x in token_batch(step)))[0].backward()
             if method == 'mu_loss':
                 mu_loss(own.E, lam=0.3).backward()
             torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
             optimizer.step()
-            if method == 'mu_centering':
-                center(own.E)
         list(train_steps(ours, method, 3))
         for p, q in zip(own.parameters(), ours.parameters(), strict=True):
-            close(p.full_tensor() if shards == 2 else p, q, rtol=0, atol=1e-12)
+            close(p.full_tensor() if wrap is fully_shard else p, q, rtol=0, atol=1e-12)
 
 
 def split_embeddings(rank):
@@ -82,3 +92,88 @@ def process_of_two(argv):
 def test_the_readmes_lines_do_what_train_py_does_sharded_or_not(tmp_path):
     for started in ranks(2, [], tmp_path / 'stderr', main=process_of_two):
         finish(started, 0)
+
+
+def test_the_hook_in_a_trainer_that_one_does_not_own(tmp_path):
+    """Hugging Face's, with a tiny GPT-2, whose embeddings are tied."""
+    tf = pytest.importorskip('transformers')
+    pytest.importorskip('accelerate', reason='transformers.Trainer needs it')
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    tokens = [dict(input_ids=row, labels=row) for row in token_batch(0)[0]]
+    args = tf.TrainingArguments(tmp_path, max_steps=3, learning_rate=0.1, use_cpu=True, report_to='none')
+    trainer = tf.Trainer(model, args, train_dataset=tokens)
+    hook(trainer.create_optimizer(), model)
+    trainer.train()
+    assert model.lm_head.weight.mean(dim=0).norm() < 1e-6 < model.lm_head.weight.std()
+
+
+@pytest.fixture
+def bf16():
+    """W (61, 16) in bf16 and far from the origin, with a gradient."""
+    W = (normal(generator(0), 61, 16) + 3).bfloat16().requires_grad_()
+    W.grad = normal(generator(1), 61, 16).bfloat16()
+    return W
+
+
+@pytest.mark.parametrize('centered, near_0', [('weights', False), ('masters', True)])
+def test_fp32_masters_undo_the_centering_of_bf16_weights(bf16, centered, near_0):
+    """An optimizer of fp32 copies, which it copies over the weights in each step, as Megatron-LM's does."""
+    center, _ = readme_functions()
+    master = bf16.detach().float().requires_grad_()
+    optimizer = torch.optim.AdamW([master], lr=0.01)
+    for _ in range(3):
+        master.grad = bf16.grad.float()
+        optimizer.step()
+        if centered == 'masters':
+            center(master)
+        bf16.data.copy_(master)
+        if centered == 'weights':
+            center(bf16)
+    assert (master.mean(dim=0).norm() < 1e-5) == near_0
+
+
+def test_fused_gradient_accumulation_drops_what_mu_loss_adds(bf16):
+    """Megatron-LM's puts the gradient into main_grad itself, and throws away what comes into grad."""
+    _, mu_loss = readme_functions()
+    W = bf16.detach().double().requires_grad_()
+    W.main_grad = torch.zeros_like(W)
+    W.register_post_accumulate_grad_hook(lambda W: setattr(W, 'grad', None))
+    mu_loss(W).backward()
+    assert W.grad is None and not W.main_grad.any()
+    remedy, = re.findall(r'`(W\.main_grad .*?)`', read('README.md'))
+    exec(remedy, {'W': W, 'mu_loss': mu_loss, 'torch': torch})
+    close(W.main_grad, (2e-4 / 61 * W.mean(dim=0)).expand(61, 16).detach())
+
+
+def test_two_copies_of_tied_embeddings_are_both_to_be_centered(bf16):
+    """Of a pipeline's first and last stage, which sum their gradients and then step each for itself."""
+    center, _ = readme_functions()
+    first, last = (bf16.detach().clone().requires_grad_() for _ in range(2))
+    for copies, equal in (([last], False), ([first, last], True)):
+        for W in (first, last):
+            W.data, W.grad = bf16.data.clone(), bf16.grad
+            torch.optim.AdamW([W], lr=0.01).step()
+        for W in copies:
+            center(W)
+        assert torch.equal(first, last) == equal
+
+
+@pytest.mark.parametrize('read_out, same', [('plain', True), ('capped', False), ('penalised', False)])
+def test_what_reads_the_zero_of_the_logits_is_changed_by_centering(read_out, same):
+    """A soft-capped head, and sampling with a repetition penalty, by transformers."""
+    tf = pytest.importorskip('transformers')
+    penalty = tf.RepetitionPenaltyLogitsProcessor(1.3)
+    center, _ = readme_functions()
+    h, E = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1
+    said = torch.arange(5 * 7).view(5, 7)  # tokens
+
+    def probabilities():
+        logits = h @ E.T
+        if read_out == 'capped':
+            logits = 5 * torch.tanh(logits / 5)
+        if read_out == 'penalised':
+            logits = penalty(said, logits)
+        return logits.softmax(dim=1)
+    before = probabilities()
+    center(E)
+    assert torch.allclose(before, probabilities(), rtol=0, atol=1e-12) == same
