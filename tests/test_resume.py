@@ -18,8 +18,8 @@ from oec.run_folder import RunFolder
 from processes import finish, folder_hash, process
 from runs import SMALL, assert_same, load, signal_at, state_of
 
-FLAGS = (*SMALL, '--method=mu_centering', '--weight_tying', '--lr=3e-2', '--steps=12', '--log_every=1',
-         '--ckpt_every=4', '--eval_every=3', '--keep_every=6', '--dtype=float32')
+FLAGS = (*SMALL, '--method=muon_head', '--weight_tying', '--lr=3e-2', '--steps=12', '--log_every=1',
+         '--ckpt_every=4', '--eval_every=3', '--keep_every=6', '--dtype=float32')  # with two optimizers
 
 
 def flags_of(corpus, out, *more):

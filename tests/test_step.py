@@ -1,4 +1,4 @@
-"""What a run does: defaults, batch order, test windows, the step, and all of a run written out."""
+"""What a run does: defaults, batch order, test windows, and all of a run written out."""
 import math
 
 import numpy as np
@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import train
-from model import METHODS, GPTConfig, embedding_penalty
+from model import GPTConfig
 from oec import data
 from oec.common import write_json
-from test_facts import close, equations, tiny_gpt, token_batch, train_steps, weights
+from runs import log_of
+from test_facts import close, equations, tiny_gpt
 
 
 def settled(folder, *flags):
@@ -75,54 +76,30 @@ def test_evaluation_is_the_bare_cross_entropy_of_the_evenly_spaced_windows(n_tok
     assert found == pytest.approx(equations('baseline', h, gpt.E, targets, 0, 0)[0].item(), rel=1e-12)
 
 
-@pytest.mark.parametrize('method', METHODS)
-def test_a_step_does_not_depend_on_how_its_batch_is_cut_and_a_regulariser_counts_once(method):
-    results = []
-    for micro_batches in (1, 4):
-        gpt = tiny_gpt(method)
-        results.append((list(train_steps(gpt, method, 3, micro_batches=micro_batches)), weights(gpt)))
-    close(*results, rtol=1e-9, atol=1e-11)
-
-    gpt, (tokens, targets) = tiny_gpt(method), token_batch(1)
-    first, _ = results[0][0][0]
-    loss, reg = equations(method, gpt.hidden(tokens).flatten(0, 1), gpt.E, targets.flatten(), 0.3, 30)
-    close(first['loss'].mean(), loss.detach(), rtol=1e-9, atol=1e-9)  # no regulariser in what is logged
-    close(first['reg'].mean(), reg.detach(), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize('tying', [False, True])
-def test_centering_leaves_no_more_than_rounding_after_every_step_in_fp32(tying):
-    gpt = tiny_gpt('mu_centering', dtype='float32', logits_dtype='float32', weight_tying=tying)
-    for _ in train_steps(gpt, 'mu_centering', 30, lr=0.3):
-        assert gpt.E.double().mean(dim=0).norm() <= 2.0 ** -23 * gpt.E.double().norm()
-
-
-@pytest.mark.parametrize('value', [math.nan, math.inf, 1e30])
-def test_the_penalty_of_a_diverged_E_raises_nothing_and_is_not_finite(value):
-    """spectrum_control takes eigenvalues, which LAPACK refuses to find for what is not finite."""
-    E = torch.full((90, 8), value)
-    assert not embedding_penalty(E, GPTConfig(head_mode='spectrum_control', lam=1.0)).isfinite()
-
-
 @pytest.mark.parametrize('method, clip, tying', [
     ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('mu_loss', 0.05, ''), ('mu_centering', 0.5, '')])
 def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying, tmp_path):
-    """train.main against a training written out: batches, loss, gradient clipping, Adam, schedule, method."""
+    """
+    train.main against a training written out: batches, loss, gradient clipping, Adam, schedule, method. Two
+    micro-batches are one batch, in which a regulariser counts once.
+    """
     tokens = shards(tmp_path)
     flags = dict(data=tmp_path, out=tmp_path / 'run', dtype='float32', device='cpu', seed=5, grad_clip=clip,
                  n_layer=1, n_embd=16, n_head=2, vocab_size=64, block_size=16, lr=0.03, min_lr=1e-3, warmup=2,
                  steps=8, batch_size=4, micro_batch_size=2, eval_tokens=64, test_tokens=64, method=method,
-                 eps=1e-4, **({'lam': 0.3} if method == 'mu_loss' else {}))
+                 eps=1e-4, log_every=3, **({'lam': 0.3} if method == 'mu_loss' else {}))
     train.main([f'--{name}={value}' for name, value in flags.items()] + tying.split())
 
     gpt = tiny_gpt(seed=5, weight_tying=bool(tying))
     moments = {p: (0, 0) for p in gpt.parameters()}
+    losses = {}
     rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
     for t, lr in enumerate(rates, 1):
         starts = 16 * data.batch_windows(5, t - 1, 4, 124)
         windows = torch.stack([tokens[start:start + 17] for start in starts])
         h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-        gradients = torch.autograd.grad(sum(equations(method, h, gpt.E, targets, 0.3, 0)), list(moments))
+        losses[t] = equations(method, h, gpt.E, targets, 0.3, 0)
+        gradients = torch.autograd.grad(sum(losses[t]), list(moments))
         norm = sum(g.square().sum() for g in gradients).sqrt()
         scale = min(1, clip / (norm + 1e-6)) if clip else 1  # the 1e-6 is PyTorch's
         with torch.no_grad():
@@ -134,3 +111,8 @@ def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying,
                 gpt.E.sub_(gpt.E.mean(dim=0))
     found = torch.load(tmp_path / 'run' / 'model.pt', weights_only=True)['model']
     close(found, dict(gpt.state_dict()), rtol=0, atol=1e-5, check_dtype=False)  # the run is in fp32
+    logged = [entry for entry in log_of(tmp_path / 'run') if 'loss' in entry]
+    assert [entry['step'] for entry in logged] == [1, 3, 6, 8]
+    for entry in logged:
+        expected = [value.item() for value in losses[entry['step']]]
+        assert [entry['loss'], entry['reg']] == pytest.approx(expected, rel=1e-4)
