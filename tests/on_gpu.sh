@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, most important first: the tests of test_gpu.py, time and memory of each method's
-# step and of the head, then training with a shifted mean. Each part prints into RESULTS/<part>.txt.
+# What only a GPU can tell, most important first: the tests that depend on the device, time and memory of each
+# method's step and of the head, then training with a shifted mean. Each prints into RESULTS/<part>.txt.
 #
 #   bash tests/on_gpu.sh                for LIMIT seconds (570): what does not end by then is cut off
 #   DEVICE=cpu bash tests/on_gpu.sh     tries this script with everything small
@@ -27,7 +27,7 @@ part() {  # NAME SECONDS COMMAND...
   ((status == 0)) || failed+=" $1"
 }
 
-part tests 240 python -m pytest -v tests/test_gpu.py
+part tests 240 python -m pytest -v tests/test_model.py tests/test_head.py -k 'float64 or cuda'
 part steps_small 150 python -m oec.bench --device=$DEVICE --size=$small $bench
 part head_small 60 python -m oec.bench --device=$DEVICE --size=$small --head $bench
 part steps_large 180 python -m oec.bench --device=$DEVICE --size=$large $bench \

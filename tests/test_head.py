@@ -1,4 +1,7 @@
-"""The head, plain and in chunks: statistics, what is rounded where, the compiler, memory."""
+"""
+The head, plain and in chunks: what is rounded where, the compiler, memory. A GPU has other products and
+another compiler: if there is one, what it rounds in the head of the paper's runs.
+"""
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,9 +11,10 @@ from model import METHODS, GPTConfig, head_loss
 from oec import head as head_py
 from oec.head import chunked
 from runs import assert_same
-from test_facts import both_heads, close, config_64, generator, of_logits, random_heads
+from test_facts import both_heads, close, generator, of_logits
+from test_model import BF16_UNIT, on_device
 
-BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 significant bits)
+ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
 
 
 def chunks_of(n, V, itemsize, monkeypatch):
@@ -19,29 +23,19 @@ def chunks_of(n, V, itemsize, monkeypatch):
 
 
 @both_heads
-@pytest.mark.parametrize('method', ['baseline', 'soft_capping'])
-def test_statistics_are_those_of_each_position_over_the_vocabulary(method, head, monkeypatch):
-    for h, E, targets in random_heads(20):
-        chunks_of(7, len(E), 8, monkeypatch)
-        logits = h @ E.T
-        if method == 'soft_capping':  # of the capped logits
-            logits = 5 * torch.tanh(logits / 5)
-        total, stats = head(h, E, targets, config_64(method, cap=5.0))
-        same_total, fewer = head(h, E, targets, config_64(method, cap=5.0), with_logit_stats=False)
-        found = torch.stack([stats.pop(name) for name in ('logit_mean', 'logit_std', 'logit_absmax')])
-        expected = logits.mean(dim=1), logits.std(dim=1, correction=0), logits.abs().amax(dim=1)
-        close(found, torch.stack(expected), rtol=1e-9, atol=1e-9)
-        assert_same((total, stats), (same_total, fewer))
-
-
-def assert_exact_up_to_bf16(head, config, n, device='cpu'):
+@pytest.mark.parametrize('method, device', [*((method, 'cpu') for method in METHODS), *ON_GPU])
+def test_a_head_in_bf16_is_exact_up_to_its_roundings(method, device, head, monkeypatch):
     """
-    A head with bf16 logits, plain or in chunks of one position, against float64. h and E have few digits, so
-    that the logits and their gradient D, each rounded once, are known up to the digits of fp32. dL/dh = D E
-    is rounded once more; so is dL/dE = D^T h, but its chunks are exact for h of 1 and -1, and summed in fp32.
+    bf16 logits, plain or in chunks of one position, against float64. h and E have few digits, so that the
+    logits and their gradient D, each rounded once, are known up to the digits of fp32. dL/dh = D E is rounded
+    once more; so is dL/dE = D^T h, but its chunks are exact for h of 1 and -1, and summed in fp32.
     """
+    _, device = on_device(f'--device={device}')
+    n = 128
+    V, H = (512, 32) if device.type == 'cpu' else (50304, 224)
+    chunks_of(1, V, 2, monkeypatch)
+    config = GPTConfig(head_mode=method, lam=0.01, cap=10, logits_dtype='bfloat16')
     g = generator(0)
-    V, H = config.vocab_size, config.n_embd
     h = (2.0 * torch.randint(0, 2, (n, H), generator=g) - 1).to(device).requires_grad_()
     E = (2 + torch.randint(-3, 4, (V, H), generator=g) / 4).to(device).requires_grad_()
     targets = torch.randint(V, (n,), generator=g).to(device)
@@ -63,17 +57,13 @@ def assert_exact_up_to_bf16(head, config, n, device='cpu'):
         assert ((gradient - X @ Y).abs() <= bound).all()
 
 
-@both_heads
-@pytest.mark.parametrize('method', METHODS)
-def test_a_head_in_bf16_is_exact_up_to_its_roundings(method, head, monkeypatch):
-    chunks_of(1, 512, 2, monkeypatch)
-    config = GPTConfig(head_mode=method, n_embd=32, vocab_size=512, lam=0.01, cap=10, logits_dtype='bfloat16')
-    assert_exact_up_to_bf16(head, config, 128)
-
-
-def assert_compiling_keeps_every_rounding(method, device='cpu', n=64, V=500):
+@pytest.mark.parametrize('method, device', [
+    *((method, 'cpu') for method in ('baseline', 'soft_capping', 'z_loss')), *ON_GPU])
+def test_compiling_keeps_every_rounding_and_adds_none(method, device):
     """At a mean logit of 160 bf16 has whole numbers alone, and a rounding that is fused away shows."""
     torch._dynamo.reset()  # or it would stop compiling, and say nothing, after eight variants
+    _, device = on_device(f'--device={device}')
+    n, V = (64, 500) if device.type == 'cpu' else (512, 50304)
     g = generator(0)
     h = (1 + torch.randn(n, 32, generator=g) / 20).to(device).requires_grad_()
     E = (5 + torch.randn(V, 32, generator=g) / 2).to(device).requires_grad_()
@@ -90,11 +80,6 @@ def assert_compiling_keeps_every_rounding(method, device='cpu', n=64, V=500):
     close((compiled, compiled_too), (eager, eager_too), rtol=1e-5, atol=1e-4)
     for found, right in zip(its_gradients, gradients, strict=True):
         assert (found - right).norm() <= 1e-3 * right.norm()  # fp32 may tip single values in bf16
-
-
-@pytest.mark.parametrize('method', ['baseline', 'soft_capping', 'z_loss'])
-def test_compiling_keeps_every_rounding_and_adds_none(method):
-    assert_compiling_keeps_every_rounding(method)
 
 
 class Largest(TorchDispatchMode):

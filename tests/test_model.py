@@ -1,11 +1,27 @@
-"""The GPT: sizes, initial weights, the Transformer written out, dtypes."""
+"""
+The GPT: sizes, initial weights, the Transformer written out, its numbers on the device, which is a GPU if
+there is one; and what analysis/measure.py says of a GPT.
+"""
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from model import GPT, SIZES, GPTConfig
-from test_facts import F64, close, tiny_gpt, token_batch
+import train
+from analysis import measure
+from model import GPT, SIZES, Attention, GPTConfig, gpt_config, rope_tables
+from oec import machine
+from test_facts import F64, close, generator, tiny_gpt, token_batch
+
+BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 significant bits)
+
+
+def on_device(*flags):
+    """The settings of a command, and its device, set up for it."""
+    args = train.parse_flags(flags)
+    train.fill_in(args)
+    return args, machine.set_up_machine(args, local_rank=0, world_size=1)
 
 
 def test_sizes_are_the_published_ones():
@@ -91,3 +107,105 @@ def test_products_are_in_the_dtype_and_norms_and_weights_in_fp32():
     low, fp32 = torch.bfloat16, torch.float32
     assert seen == [low, fp32, fp32, low, low, low]
     assert all(p.dtype == p.grad.dtype == fp32 for p in gpt.parameters())
+
+
+@pytest.mark.parametrize('size', SIZES)
+def test_attention_of_every_size_is_that_of_float64(size):
+    """
+    Forward and backward, by the kernel that the device chooses. What enters and leaves a product is rounded
+    to bf16. Once 109M and 221M pass here with cuDNN, oec/machine.py need not avoid it for wide heads.
+    """
+    block_size = 2048 if torch.cuda.is_available() else 64
+    args, device = on_device(f'--size={size}', f'--block_size={block_size}', '--vocab_size=64',
+                             '--dtype=bfloat16')
+    config = gpt_config(vars(args))
+    torch.manual_seed(0)
+    attention = Attention(config)
+    x, upstream = torch.randn(2, 2, config.block_size, config.n_embd)
+    results = []
+    for dtype, on in ((F64, x.device), (torch.float32, device)):
+        attention.to(on, dtype)
+        tables = [table.to(on, dtype) for table in rope_tables(config)]
+        with torch.autocast(on.type, torch.bfloat16, enabled=dtype == torch.float32):
+            y = attention(x.to(on, dtype), *tables)
+        gradients = torch.autograd.grad(y, list(attention.parameters()), upstream.to(on, y.dtype))
+        results.append([found.detach().double().cpu() for found in (y, *gradients)])
+    for right, found in zip(*results, strict=True):
+        assert (found - right).norm() <= 16 * BF16_UNIT * right.norm()
+
+
+def test_gradients_in_fp32_are_those_of_a_cpu_in_float64():
+    """On a CPU the gains of the QK-norms are the worst, off by 30 units; TF32 would be off by thousands."""
+    flags = ('--n_layer=2', '--block_size=256', '--vocab_size=8192', '--dtype=float32')
+    exact, model = (train.make_model(*on_device(*flags, *more))[0]
+                    for more in (['--device=cpu', '--no-compile'], []))
+    exact.double().config.logits_dtype = 'float64'
+    for gpt in (exact, model):
+        tokens = torch.randint(8192, (2, 257), generator=generator(0)).to(gpt.E.device)
+        gpt(tokens[:, :-1], tokens[:, 1:])[0].backward()
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        error = (p.grad.double().cpu() - q.grad).norm() / q.grad.norm()
+        assert error <= 100 * 2.0 ** -24, error
+
+
+V = 64  # of tiny_gpt
+WINDOWS = torch.randint(V, (40, 17), generator=generator(0))
+
+
+def shifted_gpt(norm, **more):
+    """A tiny GPT in fp32 whose output embeddings have a mean of about this norm."""
+    gpt = tiny_gpt(dtype='float32', **more)
+    with torch.no_grad():
+        gpt.E.mul_(3)
+    train.shift_mean(gpt.E, norm, seed=0)
+    return gpt
+
+
+def test_ratios_and_shares_are_those_of_the_paper():
+    gpt = shifted_gpt(0.7, logits_dtype='float32')
+    found = measure.of_model(gpt, WINDOWS)
+    numbers, distributions = found['numbers'], found['distributions']
+    with torch.no_grad():
+        h, E = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).double(), gpt.E.double()
+    mu = E.mean(dim=0)
+    cos, cos_star = (F.cosine_similarity(h[:, None], X, dim=-1).abs().amax(dim=1) for X in (E, E - mu))
+    values = {'r_cos': cos_star / cos, 'cos_mu_h': F.cosine_similarity(h, mu[None]),
+              'r_log': (h @ (E - mu).T).abs().amax(dim=1) / (h @ E.T).abs().amax(dim=1),
+              'r_emb': (E - mu).norm(dim=1) / E.norm(dim=1)}
+    for name, x in values.items():
+        expected = {'mean': x.mean(), 'min': x.min(), 'q25': x.quantile(0.25, interpolation='nearest'),
+                    'max': x.max(), 'below_1': (x < 1).double().mean(), 'above_0': (x > 0).double().mean()}
+        for key, value in expected.items():
+            assert distributions[name][key] == pytest.approx(value.item(), abs=2e-5), (name, key)
+        assert numbers[name] == distributions[name]['mean']
+    assert 0 < numbers['r_emb_below_1'] == (values['r_emb'] < 1).double().mean() < 1
+    assert 0 < numbers['r_cos_below_1'] == (values['r_cos'] < 1).double().mean() < 1
+    holds = values['r_log'][values['r_cos'] < 1] < 1
+    assert numbers['r_log_below_1_too'] == pytest.approx(holds.double().mean().item())
+    assert numbers['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6)
+    assert numbers['mean_share'] == pytest.approx((V * mu.square().sum() / E.square().sum()).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize('method, logits_dtype', [
+    ('baseline', 'float32'), ('baseline', 'bfloat16'), ('soft_capping', 'float32')])
+def test_logits_are_taken_as_the_model_rounds_and_caps_them(method, logits_dtype):
+    """Logits of some hundreds are rounded to whole numbers: unrounded, each statistic is another one."""
+    gpt = shifted_gpt(300, method=method, logits_dtype=logits_dtype)
+    dtype = getattr(torch, logits_dtype)
+    with torch.no_grad():
+        logits = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).to(dtype) @ gpt.E.to(dtype).T
+    logits = logits.double()
+    if method == 'soft_capping':
+        logits = 30 * torch.tanh(logits / 30)
+    means = logits.mean(dim=1)
+    expected = {'loss': F.cross_entropy(logits, WINDOWS[:, 1:].flatten()), 'logit_mean': means.mean(),
+                'logit_mean_spread': means.std(correction=0), 'logit_max': logits.abs().max(),
+                'logit_std': logits.std(dim=1, correction=0).mean(),
+                'logit_absmax': logits.abs().amax(dim=1).mean()}
+    numbers = measure.of_model(gpt, WINDOWS)['numbers']
+    for name, value in expected.items():  # of logits of up to 1,000, in fp32
+        assert numbers[name] == pytest.approx(value.item(), abs=2e-4), name
+
+
+def test_a_quantity_that_is_not_finite_somewhere_has_no_summary():
+    assert all(math.isnan(value) for value in measure.summary(torch.tensor([1.0, math.nan])).values())
