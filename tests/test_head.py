@@ -8,18 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import METHODS, GPTConfig, head_loss
-from oec import head as head_py
-from oec.head import chunked
+from oec.head import CHUNK_BYTES, chunked
 from runs import assert_same
 from test_facts import both_heads, close, generator, of_logits
 from test_model import BF16_UNIT, on_device
 
 ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
-
-
-def chunks_of(n, V, itemsize, monkeypatch):
-    """Has the chunked head take n positions at a time, of V logits of so many bytes."""
-    monkeypatch.setattr(head_py, 'CHUNK_BYTES', dict.fromkeys(head_py.CHUNK_BYTES, n * V * itemsize))
 
 
 @both_heads
@@ -33,7 +27,7 @@ def test_a_head_in_bf16_is_exact_up_to_its_roundings(method, device, head, monke
     _, device = on_device(f'--device={device}')
     n = 128
     V, H = (512, 32) if device.type == 'cpu' else (50304, 224)
-    chunks_of(1, V, 2, monkeypatch)
+    monkeypatch.setitem(CHUNK_BYTES, device.type, 2 * V)
     config = GPTConfig(head_mode=method, lam=0.01, cap=10, logits_dtype='bfloat16')
     g = generator(0)
     h = (2.0 * torch.randint(0, 2, (n, H), generator=g) - 1).to(device).requires_grad_()
@@ -95,7 +89,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize('with_grad', [True, False])
 def test_the_chunked_head_never_has_the_logits_of_more_positions_than_a_chunk(with_grad, monkeypatch):
-    chunks_of(5, 1000, 4, monkeypatch)
+    monkeypatch.setitem(CHUNK_BYTES, 'cpu', 5 * 1000 * 4)
     h, E = (torch.randn(n, 4, requires_grad=True) for n in (64, 1000))
     for head, positions in ((head_loss, 64), (chunked(head_loss), 5)):
         with torch.set_grad_enabled(with_grad), Largest() as largest:

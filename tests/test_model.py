@@ -148,8 +148,7 @@ def test_gradients_in_fp32_are_those_of_a_cpu_in_float64():
         assert error <= 100 * 2.0 ** -24, error
 
 
-V = 64  # of tiny_gpt
-WINDOWS = torch.randint(V, (40, 17), generator=generator(0))
+WINDOWS = torch.randint(64, (40, 17), generator=generator(0))
 
 
 def shifted_gpt(norm, **more):
@@ -183,7 +182,8 @@ def test_ratios_and_shares_are_those_of_the_paper():
     holds = values['r_log'][values['r_cos'] < 1] < 1
     assert numbers['r_log_below_1_too'] == pytest.approx(holds.double().mean().item())
     assert numbers['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6)
-    assert numbers['mean_share'] == pytest.approx((V * mu.square().sum() / E.square().sum()).item(), rel=1e-6)
+    mean_share = 64 * mu.square().sum() / E.square().sum()
+    assert numbers['mean_share'] == pytest.approx(mean_share.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize('method, logits_dtype', [

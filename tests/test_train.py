@@ -147,8 +147,7 @@ def test_the_clock_has_the_steps_after_the_second_log_line_and_nothing_else(trai
 
 def test_the_benchmark_takes_the_median_over_turns_of_the_ratio_within_a_turn(clock, capsys, monkeypatch):
     """On a machine that becomes ten times slower within the third turn the ratio of the medians is 20."""
-    flags = ['--size=tiny', '--device=cpu', '--threads=1', '--no-compile', '--seconds=1', '--batch_size=4',
-             '--micro_batch_size=2', '--block_size=32', '--vocab_size=512']
+    flags = [*SMALL, '--micro_batch_size=2', '--vocab_size=512', '--seconds=1']
 
     def rows(*more):
         bench.main([*flags, *more])
