@@ -10,6 +10,7 @@ Models become statistics (analysis/measure.py), runs become csv files (runs.py),
 come the tables (tables.py), the figures (plots.py) and the page (report.py).
 """
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from analysis import plots, report, runs, tables, theory
@@ -57,7 +58,8 @@ def main(argv=None):
     args = parse_args(parser(), argv)
     check_flags(args)
     if args.hf:
-        from analysis import hf  # which needs transformers
+        check(find_spec('transformers'), '--hf needs transformers: pip install transformers')
+        from analysis import hf
         return hf.main(args)
     out = args.out or default_out(args)
 

@@ -13,26 +13,21 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+import transformers
+from safetensors import safe_open
 from tqdm import tqdm
+from transformers.utils import cached_file
 
 from analysis import measure, plots, report, runs
 from model import GPTConfig, head_loss, join_stats
 from oec import sources
-from oec.common import UserError, check, lock_folder, read_json
+from oec.common import check, lock_folder, read_json
 from oec.head import chunked
 
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
 SAYS = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
         'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
-
-
-def import_transformers():
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError('--hf needs transformers: pip install transformers') from error
-    transformers.logging.set_verbosity_error()
-    return transformers
+transformers.logging.set_verbosity_error()
 
 
 def naming(name):
@@ -53,7 +48,6 @@ def step_of(name):
 
 def load(name):
     """The model of this name, in its own dtype, and its tokenizer. No code that comes with it is run."""
-    transformers = import_transformers()
     path, where = place(name)
     with naming(name):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -65,9 +59,6 @@ def load(name):
 
 def load_output_embeddings(name):
     """E (V, H) of the model of this name. Of safetensors files no other tensor is read."""
-    transformers = import_transformers()
-    from safetensors import safe_open
-    from transformers.utils import cached_file
     path, where = place(name)
     file_of = {}  # each tensor's
     with naming(name):
