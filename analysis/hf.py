@@ -116,6 +116,7 @@ def read_windows(model, tokenizer, pattern, n):
 
 
 def of_embeddings(E):
+    """E (V, H) in fp32 -> what models.csv says of it."""
     return {'V': len(E), 'H': E.size(1), 'mu_norm': E.mean(dim=0).norm().item(),
             'mean_share': measure.mean_share(E).item(), 'r_emb': measure.norm_ratios(E).mean().item()}
 
@@ -181,7 +182,7 @@ def drift(measured):
     columns = [column for column in ('mu_norm', 'mean_share', 'logit_mean', 'cost') if column in rows]
     figure, axes = plt.subplots(1, len(columns), figsize=(3.3 * len(columns), 3))
     for ax, column in zip(axes, columns, strict=True):
-        for name, part in rows.groupby(rows.model.str.replace(r'@.*', '', regex=True), sort=False):
+        for name, part in rows.groupby(rows.model.str.replace(r'@.*|\d+$', '', regex=True), sort=False):
             ax.plot(part.step, part[column], marker='.', label=name)
         ax.set(xlabel='step', ylabel=plots.LABELS[column])
     axes[0].legend()
