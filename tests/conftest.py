@@ -1,68 +1,111 @@
-"""What the tests share: programs started as a user starts them, a small corpus, one real sweep."""
+"""What the tests share: programs to be started, refused and killed, a small corpus, one real sweep."""
+import hashlib
+import importlib
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import traceback
-from types import SimpleNamespace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
 
-import prepare_fineweb
 import train
-from oec.common import UserError
+from oec import common
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
        'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
 
-
-def read(*path):
-    with open(os.path.join(ROOT, *path), encoding='utf-8') as file:
-        return file.read()
+# Processes are forked from a server that has imported all this, which takes seconds.
+START = multiprocessing.get_context('forkserver')
+START.set_forkserver_preload(['runs', 'test_prepare', 'torch._dynamo'])
 
 
 def execute(*command, cwd=ROOT, **env):
-    """Starts a program as a user would and asserts that its exit status is 0."""
+    """Starts a program as a user would, asserts that its exit status is 0 and returns what it printed."""
     done = subprocess.run(command, cwd=cwd, env={**ENV, **env}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def refused(call, *named, status=2):
-    """Asserts that call() raises a UserError with this status whose one line names each of `named`."""
-    with pytest.raises(UserError) as caught:
+    """Asserts that call() raises a common.UserError with this status whose one line names each of `named`."""
+    with pytest.raises(common.UserError) as caught:
         call()
     line, found = str(caught.value), caught.value.status
     traceback.clear_frames(caught.tb)  # which hold main's variables, and with them the folder's lock
     assert found == status and '\n' not in line and all(str(name) in line for name in named), line
 
 
+def process(main, argv, stderr=os.devnull, env=None, prepare=()):
+    """
+    Starts main(argv) as a program in a process: errors go to the file `stderr`, `env` joins its environment,
+    prepare = (function, *its arguments) is called first.
+    """
+    given = (main, argv, str(stderr), env or {}, prepare)
+    started = START.Process(target=in_process, args=given, daemon=True)  # it ends when pytest does
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where the server finds all
+        started.start()
+    return started
+
+
+def in_process(main, argv, stderr, env, prepare):
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
+    importlib.reload(train)  # which reads torchrun's variables when it is imported
+    main = getattr(sys.modules[main.__module__], main.__name__)
+    if prepare:
+        prepare[0](*prepare[1:])
+    sys.argv[1:] = argv
+    common.program(main)
+
+
+def finish(started, status, seconds=120):
+    """Waits for a process and asserts its exit status."""
+    started.join(seconds)
+    assert started.exitcode == status, started.exitcode
+
+
+def folder_hash(folder):
+    """The hash of every file under a folder, but for locks, by its path in there."""
+    files = [path for path in Path(folder).rglob('*') if path.is_file() and path.name != '.lock']
+    return {path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def times(folder):
+    """When everything in a folder was last written."""
+    return {path: path.lstat().st_mtime_ns for path in Path(folder).rglob('*')}
+
+
+def one_line(path):
+    text = Path(path).read_text()
+    assert text.startswith('error: ') and text.count('\n') == 1, text
+    return text
+
+
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Shards of the standard library's source in bytes: one val shard and two train shards."""
     folder = str(tmp_path_factory.mktemp('data') / 'stdlib')
-    prepare_fineweb.main(['--source=stdlib', '--tokenizer=bytes', f'--out={folder}', '--val_tokens=20000',
-                          '--tokens=90000', '--shard_tokens=50000', '--workers=1'])
+    execute('python', 'prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}',
+            '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000', '--workers=1')
     return folder
 
 
 @pytest.fixture(scope='session')
 def swept(corpus, tmp_path_factory):
-    """
-    Two methods at two learning rates: .folder, .out (the runs), .results. The last run is that of a real
-    sweep; the others, which would take Python seconds to start, are there before it.
-    """
+    """A folder with out/demo and results/demo: a real sweep of two methods at two learning rates."""
     folder = str(tmp_path_factory.mktemp('checkout'))  # whose out/ and results/ are not the user's
     for name in os.listdir(ROOT):
         if name.endswith(('.py', '.sh')) or name in ('analysis', 'oec'):
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
-    out = os.path.join(folder, 'out', 'demo')
-    for method, lr in (('baseline', '0.01'), ('baseline', '0.1'), ('mu_centering', '0.01')):
-        train.main(['--size=tiny', '--steps=60', '--batch_size=8', '--block_size=128', '--log_every=2',
-                    '--eval_every=0', '--test_tokens=8192', '--device=cpu', '--threads=1',
-                    '--logits_dtype=bfloat16', f'--method={method}', f'--lr={lr}', f'--data={corpus}',
-                    f'--out={out}/tiny-untied-{method}-lr{lr}-s1'])
-    execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='mu_centering', LRS='1e-1', STEPS='60',
-            DATA=corpus, FLAGS='--test_tokens=8192')
-    return SimpleNamespace(folder=folder, out=out, results=os.path.join(folder, 'results', 'demo'))
+    execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='2e-2 1e-1',
+            STEPS='60', DATA=corpus, FLAGS='--test_tokens=8192')
+    return Path(folder)

@@ -9,8 +9,8 @@ import socket
 import torch
 
 import train
+from conftest import process
 from oec import common
-from processes import process
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')
@@ -69,20 +69,3 @@ def ranks(world, argv, stderr, main=train.main, prepare=(), nodes=None):
     return [process(main, [*argv, *(nodes[rank] if nodes else [])], stderr=f'{stderr}{rank}', prepare=prepare,
                     env={**shared, 'RANK': str(rank), 'LOCAL_RANK': '0' if nodes else str(rank)})
             for rank in range(world)]
-
-
-def record(argv):
-    """
-    train.main in a rank, which leaves what it saw as rank<r>.pt in the run's folder, argv[-1]: the tokens of
-    each step by micro-batch and the weights at the end.
-    """
-    seen = {'batches': []}
-    train_step = train.train_step
-
-    def recorded_step(model, optimizers, batch, *more, **named):
-        seen['batches'].append([tokens for tokens, _ in batch])
-        seen['weights'] = getattr(model, 'module', model).state_dict()
-        return train_step(model, optimizers, batch, *more, **named)
-    train.train_step = recorded_step
-    train.main(argv)
-    torch.save(seen, os.path.join(argv[-1].removeprefix('--out='), f'rank{os.environ["RANK"]}.pt'))

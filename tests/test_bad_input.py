@@ -8,9 +8,8 @@ import pytest
 import analyze
 import prepare_fineweb
 import train
-from conftest import refused
+from conftest import refused, times
 from oec import bench, common
-from processes import times
 from runs import SMALL
 from test_prepare import parquet
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import train
-from conftest import execute, refused
+from conftest import execute, finish, folder_hash, one_line, process
 from oec import data
-from processes import finish, folder_hash, one_line, process
-from runs import SMALL, assert_same, load, log_of, ranks, record, signal_at, state_of
+from runs import SMALL, assert_same, load, log_of, ranks, signal_at, state_of
 
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
 # that some of them have none. lam is so large that a penalty shows if it is counted once per micro-batch or
@@ -36,24 +35,14 @@ def in_float64():
 @pytest.mark.parametrize('kind', KINDS)
 def test_any_number_of_processes_makes_the_same_run(kind, corpus, tmp_path):
     """
-    Five float64 steps: all ranks have the same bits and share the batches in their order; every value of the
-    log and every weight is the same to 1e-12.
+    Five float64 steps: every value of the log and every weight is the same to 1e-12. The losses are those of
+    all ranks, so they also tell whether a rank had other sequences or weights.
     """
-    windows = data.Windows(corpus, 'train', 16, 320)
     for world, micro in MESHES:
         out = tmp_path / str(world)
         flags = [*MESH, *KINDS[kind], f'--micro_batch_size={micro}', f'--data={corpus}', f'--out={out}']
-        for rank in ranks(world, flags, tmp_path / 'stderr', main=record, prepare=(in_float64,)):
+        for rank in ranks(world, flags, tmp_path / 'stderr', prepare=(in_float64,)):
             finish(rank, 0)
-        seen = [load(out, f'rank{rank}.pt') for rank in range(world)]
-        for step in range(5):
-            parts = [part for rank in seen for part in rank['batches'][step]]
-            batch = windows[data.batch_windows(1, step, 8, len(windows))]
-            assert {len(part) for part in parts} == {micro}
-            assert torch.equal(torch.cat(parts), torch.from_numpy(batch)[:, :-1])
-        for rank in seen:
-            assert_same(rank['weights'], load(out)['model'])
-
     log = log_of(tmp_path / '1')
     model = load(tmp_path / '1')['model']
     E = model['lm_head.weight']
@@ -78,13 +67,11 @@ def test_two_processes_that_were_killed_end_under_torchrun_as_if_never_stopped(c
     assert_same(*(state_of(tmp_path / name, 'model_30.pt') for name in ('killed', 'whole')))
 
 
-def test_what_all_ranks_see_is_said_once_and_what_one_sees_by_itself(corpus, tmp_path, monkeypatch):
+def test_what_all_ranks_see_is_said_once_and_what_one_sees_by_itself(corpus, tmp_path):
     flags = [*SMALL, f'--out={tmp_path}/run']
     for rank in ranks(2, [*flags, '--batch_size=3', f'--data={corpus}'], tmp_path / 'stderr'):
         finish(rank, 2)
     assert '--batch_size' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''
-    monkeypatch.setattr(train, 'ddp_local_world_size', 1000)
-    refused(lambda: train.main([*flags, f'--data={corpus}', '--device=cuda']), '1000 processes')
     assert not (tmp_path / 'run').exists()
 
     beyond = shutil.copytree(corpus, tmp_path / 'beyond')  # tokens that the head has no rows for

@@ -1,6 +1,7 @@
 """The README's lines for anybody's own training loop do what train.py does, sharded too; Appendix E."""
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,21 +11,22 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from conftest import read
-from processes import finish
+from conftest import ROOT, finish
 from runs import ranks
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
+
+README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 
 
 def readme_functions():
     names = {}
-    exec(re.search(r'```python\n(import torch\n.*?)```', read('README.md'), re.DOTALL)[1], names)
+    exec(re.search(r'```python\n(import torch\n.*?)```', README, re.DOTALL)[1], names)
     return names['center'], names['mu_loss']
 
 
 def hook(optimizer, model):
     """Registers the README's line."""
-    line, = re.findall(r'^(optimizer\.register_step_post_hook.*)$', read('README.md'), re.M)
+    line, = re.findall(r'^(optimizer\.register_step_post_hook.*)$', README, re.M)
     exec(line, {'optimizer': optimizer, 'model': model, 'center': readme_functions()[0]})
 
 
@@ -140,7 +142,7 @@ def test_fused_gradient_accumulation_drops_what_mu_loss_adds(bf16):
     W.register_post_accumulate_grad_hook(lambda W: setattr(W, 'grad', None))
     mu_loss(W).backward()
     assert W.grad is None and not W.main_grad.any()
-    remedy, = re.findall(r'`(W\.main_grad .*?)`', read('README.md'))
+    remedy, = re.findall(r'`(W\.main_grad .*?)`', README)
     exec(remedy, {'W': W, 'mu_loss': mu_loss, 'torch': torch})
     close(W.main_grad, (2e-4 / 61 * W.mean(dim=0)).expand(61, 16).detach())
 

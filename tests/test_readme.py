@@ -1,42 +1,24 @@
-"""README.md: its links, the flags of its commands, its LRS table, and the methods that it adds."""
-import os
+"""README.md: the flags of its commands, and the methods that it adds."""
 import re
 import shlex
 import shutil
-import subprocess
-import sys
-
-import pandas as pd
+from pathlib import Path
 
 import analyze
 import prepare_fineweb
 import train
-from conftest import ENV, ROOT, read
+from conftest import ROOT, execute
 
+README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 PARSERS = {f'{program.__name__}.py': program.parser for program in (train, prepare_fineweb, analyze)}
 
 
-def test_every_link_is_there():
-    links = re.findall(r'\]\((?!http)([^)#]+)', read('README.md'))
-    missing = [link for link in links if not os.path.exists(os.path.join(ROOT, link))]
-    assert not missing, f'README.md links to files that are not there: {missing}'
-
-
 def test_the_commands_have_flags_that_there_are():
-    blocks = ''.join(re.findall(r'```sh\n(.*?)```', read('README.md'), re.S)).replace('\\\n', '')
+    blocks = ''.join(re.findall(r'```sh\n(.*?)```', README, re.S)).replace('\\\n', '')
     for command in re.split(r'\n|&&', blocks):
         words = shlex.split(command, comments=True)
         for program in PARSERS.keys() & {*words}:
             PARSERS[program]().parse_args(words[words.index(program) + 1:])
-
-
-def test_the_lrs_table_is_that_of_the_csv():
-    lrs = pd.read_csv(os.path.join(ROOT, 'results/authors/lrs.csv'))
-    shown = re.findall(r'^\| ([\w-]+) \| (0\.\d{3}(?: \| 0\.\d{3})*) \|$', read('README.md'), re.M)
-    assert [name for name, _ in shown] == ['baseline', 'z-loss', 'μ-loss', 'μ-centering']
-    for name, cells in shown:
-        ours = lrs[lrs.variant == name].lrs_n1
-        assert cells.split(' | ') == [f'{value:.3f}' for value in ours]
 
 
 PLACES = {  # where README's diffs say that their lines go: below what ends a line, or above other words
@@ -49,7 +31,7 @@ def test_methods_can_be_added_as_the_readme_says(tmp_path):
     """Its diffs are applied to a copy of the project, in which the tests of the new methods then pass."""
     copy = tmp_path / 'copy'
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', 'results'))
-    diffs = ''.join(re.findall(r'```diff\n(.*?)```', read('README.md'), re.S))
+    diffs = ''.join(re.findall(r'```diff\n(.*?)```', README, re.S))
     pieces = re.split(r'^--- (\S+\.py), in (\w+).*\n', diffs, flags=re.M)[1:]
     for file, place, added in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
         text = (copy / file).read_text()
@@ -59,8 +41,6 @@ def test_methods_can_be_added_as_the_readme_says(tmp_path):
         (copy / file).write_text(text[:at] + lines + text[at:])
     methods = re.findall(r"^\+    '(\w+)': (?:None|\d)", diffs, re.M)
     fast = ['test_facts.py', 'tests/test_head.py', 'tests/test_step.py', '-k', ' or '.join(methods)]
-    command = [sys.executable, '-m', 'pytest', '-vv', '-p', 'no:cacheprovider', *fast]
-    done = subprocess.run(command, cwd=copy, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = execute('python', '-m', 'pytest', '-vv', '-p', 'no:cacheprovider', *fast, cwd=copy)
     for method in methods:
-        assert len(re.findall(rf'\[.*{method}.*\] PASSED', done.stdout)) >= 2, method
+        assert len(re.findall(rf'\[.*{method}.*\] PASSED', done)) >= 2, method

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import train
-from conftest import refused
+from conftest import finish, folder_hash, process, refused
 from oec import common, data
 from oec.run_folder import RunFolder
-from processes import finish, folder_hash, process
 from runs import SMALL, assert_same, load, signal_at, state_of
 
 FLAGS = (*SMALL, '--method=muon_head', '--weight_tying', '--lr=3e-2', '--steps=12', '--log_every=1',

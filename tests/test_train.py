@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import train
-from conftest import refused
+from conftest import finish, folder_hash, process, refused
 from model import GPT, METHODS, gpt_config
 from oec import bench, common, data, machine
-from processes import finish, folder_hash, process
 from runs import SMALL, assert_same, load, log_of, result_of, signal_at, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
