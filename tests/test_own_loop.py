@@ -18,21 +18,18 @@ from test_facts import close, generator, normal, tiny_gpt, token_batch, train_st
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 
 
-def readme_functions():
-    names = {}
-    exec(re.search(r'```python\n(import torch\n.*?)```', README, re.DOTALL)[1], names)
-    return names['center'], names['mu_loss']
+NAMES = {}
+exec(re.search(r'```python\n(import torch\n.*?)```', README, re.DOTALL)[1], NAMES)
+center, mu_loss = NAMES['center'], NAMES['mu_loss']
 
 
 def hook(optimizer, model):
-    """Registers the README's line."""
-    line, = re.findall(r'^(optimizer\.register_step_post_hook.*)$', README, re.M)
-    exec(line, {'optimizer': optimizer, 'model': model, 'center': readme_functions()[0]})
+    line, = re.findall(r'^optimizer\.register_step_post_hook.*$', README, re.M)
+    exec(line, {'optimizer': optimizer, 'model': model, 'center': center})
 
 
 def whole_and_sharded(rank):
     """Anybody's training loop with the README's lines: three steps, on this rank's share of each batch."""
-    _, mu_loss = readme_functions()
     kinds = (None, DistributedDataParallel, fully_shard)
     methods = ('mu_centering', 'mu_loss')
     for method, tying, V, wrap in itertools.product(methods, (False, True), (61, 64), kinds):
@@ -58,7 +55,6 @@ def whole_and_sharded(rank):
 
 def split_embeddings(rank):
     """Appendix E: if E is split by rows they take no collective but all_reduce, of H numbers; else none."""
-    center, mu_loss = readme_functions()
     mesh, full = init_device_mesh('cpu', (2,)), normal(generator(0), 61, 16) + 1
     mu = full.mean(dim=0)
     gradient = (0.6 * mu / 61).expand(61, 16)  # of 0.3 mu . mu
@@ -109,73 +105,55 @@ def test_the_hook_in_a_trainer_that_one_does_not_own(tmp_path):
     assert model.lm_head.weight.mean(dim=0).norm() < 1e-6 < model.lm_head.weight.std()
 
 
-@pytest.fixture
-def bf16():
-    """W (61, 16) in bf16 and far from the origin, with a gradient."""
-    W = (normal(generator(0), 61, 16) + 3).bfloat16().requires_grad_()
-    W.grad = normal(generator(1), 61, 16).bfloat16()
-    return W
-
-
 @pytest.mark.parametrize('centered, near_0', [('weights', False), ('masters', True)])
-def test_fp32_masters_undo_the_centering_of_bf16_weights(bf16, centered, near_0):
+def test_fp32_masters_undo_the_centering_of_bf16_weights(centered, near_0):
     """An optimizer of fp32 copies, which it copies over the weights in each step, as Megatron-LM's does."""
-    center, _ = readme_functions()
-    master = bf16.detach().float().requires_grad_()
-    optimizer = torch.optim.AdamW([master], lr=0.01)
-    for _ in range(3):
-        master.grad = bf16.grad.float()
+    masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
+    masters.grad = normal(generator(1), 61, 16).float()
+    optimizer = torch.optim.AdamW([masters], lr=0.01)
+    for _ in range(2):
         optimizer.step()
         if centered == 'masters':
-            center(master)
-        bf16.data.copy_(master)
+            center(masters)
+        weights = masters.bfloat16()
         if centered == 'weights':
-            center(bf16)
-    assert (master.mean(dim=0).norm() < 1e-5) == near_0
+            center(weights)
+    assert (masters.mean(dim=0).norm() < 1e-5) == near_0
 
 
-def test_fused_gradient_accumulation_drops_what_mu_loss_adds(bf16):
+def test_fused_gradient_accumulation_drops_what_mu_loss_adds():
     """Megatron-LM's puts the gradient into main_grad itself, and throws away what comes into grad."""
-    _, mu_loss = readme_functions()
-    W = bf16.detach().double().requires_grad_()
+    W = (normal(generator(0), 61, 16) + 3).requires_grad_()
     W.main_grad = torch.zeros_like(W)
     W.register_post_accumulate_grad_hook(lambda W: setattr(W, 'grad', None))
     mu_loss(W).backward()
-    assert W.grad is None and not W.main_grad.any()
+    assert not W.main_grad.any()
     remedy, = re.findall(r'`(W\.main_grad .*?)`', README)
     exec(remedy, {'W': W, 'mu_loss': mu_loss, 'torch': torch})
     close(W.main_grad, (2e-4 / 61 * W.mean(dim=0)).expand(61, 16).detach())
 
 
-def test_two_copies_of_tied_embeddings_are_both_to_be_centered(bf16):
+@pytest.mark.parametrize('centered', [1, 2])
+def test_two_copies_of_tied_embeddings_are_both_to_be_centered(centered):
     """Of a pipeline's first and last stage, which sum their gradients and then step each for itself."""
-    center, _ = readme_functions()
-    first, last = (bf16.detach().clone().requires_grad_() for _ in range(2))
-    for copies, equal in (([last], False), ([first, last], True)):
-        for W in (first, last):
-            W.data, W.grad = bf16.data.clone(), bf16.grad
-            torch.optim.AdamW([W], lr=0.01).step()
-        for W in copies:
-            center(W)
-        assert torch.equal(first, last) == equal
+    copies = [(normal(generator(0), 61, 16) + 3).requires_grad_() for _ in range(2)]
+    for W in copies:
+        W.grad = normal(generator(1), 61, 16)
+        torch.optim.AdamW([W], lr=0.01).step()
+    for W in copies[:centered]:
+        center(W)
+    assert torch.equal(*copies) == (centered == 2)
 
 
-@pytest.mark.parametrize('read_out, same', [('plain', True), ('capped', False), ('penalised', False)])
-def test_what_reads_the_zero_of_the_logits_is_changed_by_centering(read_out, same):
+def test_what_reads_the_zero_of_the_logits_is_changed_by_centering():
     """A soft-capped head, and sampling with a repetition penalty, by transformers."""
     tf = pytest.importorskip('transformers')
-    penalty = tf.RepetitionPenaltyLogitsProcessor(1.3)
-    center, _ = readme_functions()
     h, E = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1
     said = torch.arange(5 * 7).view(5, 7)  # tokens
-
-    def probabilities():
-        logits = h @ E.T
-        if read_out == 'capped':
-            logits = 5 * torch.tanh(logits / 5)
-        if read_out == 'penalised':
-            logits = penalty(said, logits)
-        return logits.softmax(dim=1)
-    before = probabilities()
+    readers = {'plain': lambda logits: logits, 'capped': lambda logits: 5 * torch.tanh(logits / 5),
+               'penalised': lambda logits: tf.RepetitionPenaltyLogitsProcessor(1.3)(said, logits)}
+    before = {name: reader(h @ E.T).softmax(dim=1) for name, reader in readers.items()}
     center(E)
-    assert torch.allclose(before, probabilities(), rtol=0, atol=1e-12) == same
+    for name, reader in readers.items():
+        same = torch.allclose(reader(h @ E.T).softmax(dim=1), before[name], rtol=0, atol=1e-12)
+        assert same == (name == 'plain'), name

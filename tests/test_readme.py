@@ -1,8 +1,10 @@
-"""README.md: the flags of its commands, and the methods that it adds."""
+"""README.md: the flags of its commands, its LRS table, and the method that it adds."""
 import re
 import shlex
 import shutil
 from pathlib import Path
+
+import pandas as pd
 
 import analyze
 import prepare_fineweb
@@ -21,9 +23,16 @@ def test_the_commands_have_flags_that_there_are():
             PARSERS[program]().parse_args(words[words.index(program) + 1:])
 
 
+def test_the_lrs_table_is_that_of_the_csv():
+    lrs = pd.read_csv(Path(ROOT, 'results/authors/lrs.csv')).groupby('variant').lrs_n1
+    shown = re.findall(r'^\| ([\w-]+) \| (0\.\d{3}(?: \| 0\.\d{3})*) \|$', README, re.M)
+    assert len(shown) == 4
+    for name, cells in shown:
+        assert cells.split(' | ') == [f'{value:.3f}' for value in lrs.get_group(name)]
+
+
 PLACES = {  # where README's diffs say that their lines go: below what ends a line, or above other words
     'METHODS': r'METHODS = {\n', 'head_loss': r'    stats = {.loss.',
-    'train_step': r'    raw_model.zero_grad',
     'equations': r'    return loss, torch.zeros'}
 
 

@@ -2,8 +2,8 @@
 # What only a GPU can tell, most important first: the tests that depend on the device, time and memory of each
 # method's step and of the head, then training with a shifted mean. Each prints into RESULTS/<part>.txt.
 #
-#   bash tests/on_gpu.sh                for LIMIT seconds (570): what does not end by then is cut off
-#   DEVICE=cpu bash tests/on_gpu.sh     tries this script with everything small
+#   bash .ci/on_gpu.sh                for LIMIT seconds (570): what does not end by then is cut off
+#   DEVICE=cpu bash .ci/on_gpu.sh     tries this script with everything small
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHONUNBUFFERED=1
