@@ -43,7 +43,8 @@ def check_flags(args):
     check(not (args.theory and args.hf), '--theory and --hf do not go together')
     for_hf = (args.text, args.positions, args.center_to)
     check(args.hf or for_hf == (None, None, None), '--text, --positions and --center_to need --hf')
-    check(not args.center_to or args.positions != 0, '--center_to needs --positions, to check probabilities')
+    check(not args.center_to or args.positions != 0,
+          '--center_to and --positions=0 do not go together: it checks probabilities')
 
 
 def default_out(args):
@@ -89,7 +90,7 @@ def main(argv=None):
         report.write_page(out, left_out, items)
 
     for item in items:
-        if 'LRS' in item['title'] and 'rows' in item:
+        if 'LRS' in item['title'] and 'rows' in item:  # of the tables, those that sum all up
             print('', item['title'], report.for_terminal(item['rows']), sep='\n')
     print('', *left_out, f'wrote {out}; open {Path(out, "report.html")} in a browser', sep='\n')
     return 0

@@ -1,6 +1,6 @@
 """
-The same quantities of models that others trained, any causal language model in Hugging Face format, and what
-BF16 costs it; of several checkpoints of a training their drift. By Fact 2 a finished model can be centered
+Measures the paper's quantities, and what BF16 costs, on models that others trained: causal language models in
+Hugging Face format, and along the checkpoints of a training run. By Fact 2 a finished model can be centered
 without training (--center_to).
 """
 import contextlib
@@ -30,12 +30,13 @@ SAYS = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats 
 transformers.logging.set_verbosity_error()
 
 
-def naming(name):
+def reading(name):
+    """What fails inside is a UserError about this model."""
     return sources.naming(f'--hf={name}: not a causal language model that can be read')
 
 
 def place(name):
-    """FOLDER, NAME or NAME@REVISION -> the folder or hub name, and where else transformers should look."""
+    """FOLDER, NAME or NAME@REVISION -> the folder or hub name, and the options of from_pretrained."""
     path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
     return path, dict(revision=revision or 'main', trust_remote_code=False)
 
@@ -48,33 +49,33 @@ def step_of(name):
 
 def load(name):
     """The model of this name, in its own dtype, and its tokenizer. No code that comes with it is run."""
-    path, where = place(name)
-    with naming(name):
+    path, options = place(name)
+    with reading(name):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype='auto', output_loading_info=True, **where)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **where)
+            path, dtype='auto', output_loading_info=True, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
     check(not found['missing_keys'], f'--hf={name}: its files lack weights')
     return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
 
 
 def load_output_embeddings(name):
     """E (V, H) of the model of this name. Of safetensors files no other tensor is read."""
-    path, where = place(name)
-    file_of = {}  # each tensor's
-    with naming(name):
+    path, options = place(name)
+    file_of = {}  # tensor name -> file
+    with reading(name):
         with torch.device('meta'):
             shapes = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(path, **where))
+                transformers.AutoConfig.from_pretrained(path, **options))
         with contextlib.suppress(OSError):  # if it is in one file
-            with safe_open(cached_file(path, 'model.safetensors', **where), 'pt') as file:
+            with safe_open(cached_file(path, 'model.safetensors', **options), 'pt') as file:
                 file_of = dict.fromkeys(file.keys(), 'model.safetensors')
         with contextlib.suppress(OSError):  # if it is in several
-            file_of = read_json(cached_file(path, 'model.safetensors.index.json', **where))['weight_map']
+            file_of = read_json(cached_file(path, 'model.safetensors.index.json', **options))['weight_map']
     E = shapes.get_output_embeddings().weight
-    names = [name for name, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
+    its_names = [key for key, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
     for key in file_of:  # a file may leave out the first part of a name
-        if any(f'.{name}'.endswith(f'.{key}') for name in names):
-            with naming(name), safe_open(cached_file(path, file_of[key], **where), 'pt') as file:
+        if any(f'.{whole}'.endswith(f'.{key}') for whole in its_names):
+            with reading(name), safe_open(cached_file(path, file_of[key], **options), 'pt') as file:
                 return file.get_tensor(key)
     return load(name)[0].get_output_embeddings().weight
 
@@ -85,7 +86,7 @@ def final_states(model, tokens):
 
 
 def head_config(name, model):
-    """The GPTConfig whose head has the model's logits. UserError if they have more to them."""
+    """The GPTConfig with which head_loss has the model's logits. UserError if it cannot: a bias, a scale."""
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     E = model.get_output_embeddings().weight
     tokens = torch.arange(min(16, len(E)), device=E.device)[None]
@@ -155,6 +156,7 @@ def measure_model(name, args):
     return row
 
 
+@torch.no_grad()
 def center(name, new, model, tokenizer, tokens):
     """
     Writes the model with the output embeddings E - mu to the folder `new`, whole or not at all. UserError if
@@ -175,7 +177,7 @@ def center(name, new, model, tokenizer, tokens):
 
 
 def drift(measured):
-    """The figure of models that are checkpoints of a training; None unless they have two steps."""
+    """The figure of models that are checkpoints of a training run; None unless they have two steps."""
     rows = measured.dropna(subset='step').sort_values('step')
     if rows.step.nunique() < 2:
         return None

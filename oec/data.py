@@ -78,14 +78,14 @@ class Windows:
         starts = (numbers - np.concatenate(([0], self.ends))[which]) * self.block_size
         length = self.block_size + 1
         tokens = np.stack([self.shards[i][s:s + length] for i, s in zip(which, starts, strict=True)])
-        if tokens.max() >= self.vocab_size:  # of the processes, one may see it alone
+        if tokens.max() >= self.vocab_size:  # perhaps only in this process, which has to say so
             raise UserError(f'the data have token {tokens.max()}, the head only {self.vocab_size} rows',
                             alone=True)
         return tokens.astype(np.int64)
 
 
 def evenly_spaced(n, n_windows):
-    """The numbers (n,) of windows that lie evenly over all of them: no test set is one long document."""
+    """The numbers (n,) of windows that lie evenly over all of them, not in one long document."""
     return np.arange(n) * n_windows // n
 
 

@@ -12,7 +12,7 @@ PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H20
 
 
 def default_dtype(device):
-    """'bfloat16' on a GPU and on a CPU that has units for products in it, else 'float32'."""
+    """'bfloat16' on a GPU and on a CPU with instructions for it (AMX, AVX512-BF16), else 'float32'."""
     units = torch.cpu.get_capabilities()
     fast = device == 'cuda' or units.get('amx_bf16') or units.get('avx512_bf16')
     return 'bfloat16' if fast else 'float32'
@@ -29,7 +29,8 @@ def set_up_machine(args, local_rank, world_size):
         torch.use_deterministic_algorithms(True)
 
     if args.device == 'cpu':
-        # New memory costs a fifth of a small step: glibc keeps what is freed, larger blocks get huge pages.
+        # Fresh memory costs a fifth of a small step, so glibc is to keep what is freed, and to give large
+        # blocks huge pages.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
         mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
         mallopt(-3, 48 * 2**20)  # M_MMAP_THRESHOLD
@@ -42,7 +43,7 @@ def set_up_machine(args, local_rank, world_size):
 
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # long sums stay in fp32
-    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # untested on wider heads
+    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # to be safe, not on wider heads
     return torch.device('cuda', local_rank)
 
 
