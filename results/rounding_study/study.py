@@ -1,0 +1,103 @@
+"""
+The study's csv and figure, from finished runs (their commands are in README.md):
+
+    python results/rounding_study/study.py OUT CPU   # the runs in OUT, of this CPU -> results.csv, figure.png
+    python results/rounding_study/study.py           # results.csv alone -> figure.png
+"""
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from analysis.paper import NAMES  # noqa: E402
+from analysis.plots import COLORS  # noqa: E402
+from model import GPT, gpt_config, head_loss  # noqa: E402
+from oec.common import read_json  # noqa: E402
+from oec.data import Windows, evenly_spaced  # noqa: E402
+from oec.head import chunked  # noqa: E402
+from oec.run_folder import load_checkpoint  # noqa: E402
+
+SETTINGS = ['method', 'mu_shift', 'seed', 'lr', 'steps', 'dtype', 'logits_dtype', 'commit', 'torch']
+
+
+@torch.no_grad()
+def rounding_loss(folder, n_tokens=16_384):
+    """The test loss with logits rounded to bf16 minus that without, of the same bf16 h and E."""
+    saved = load_checkpoint(folder / 'model.pt')
+    config = gpt_config(saved['config'])
+    gpt = GPT(config)
+    gpt.load_state_dict(saved['model'])
+    windows = Windows(saved['config']['data'], 'val', config.block_size, config.vocab_size)
+    batch = torch.from_numpy(windows[evenly_spaced(n_tokens // config.block_size, len(windows))])
+    h = torch.cat([gpt.hidden(tokens[None, :-1]).flatten(0, 1) for tokens in batch]).bfloat16().float()
+    E = gpt.E.bfloat16().float()
+    targets = batch[:, 1:].flatten()
+    losses = {dtype: chunked(head_loss)(h, E, targets, replace(config, logits_dtype=dtype))[1]['loss']
+              for dtype in ('bfloat16', 'float32')}
+    return (losses['bfloat16'] - losses['float32']).mean().item()
+
+
+def row_of(folder, cpu):
+    """A finished run -> its row. train_loss and logit_mean are means over the last tenth of the steps."""
+    run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
+    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    end = [line for line in log if 'lr' in line and line['step'] > 0.9 * run['steps']]
+    return {**{name: run[name] for name in SETTINGS}, 'cpu': cpu, 'test_loss': run['test_loss'],
+            'train_loss': np.mean([line['loss'] for line in end]), 'mu_norm': run['mu_norm'],
+            'logit_mean': np.mean([line['logit_mean'] for line in end]),
+            'rounding_loss': rounding_loss(folder)}
+
+
+def excess(runs, by):
+    """The runs and their test loss above mu_centering's mean over seeds, in the same setting."""
+    centered = runs[runs.method == 'mu_centering'].groupby(by).test_loss.mean().rename('centered')
+    runs = runs.merge(centered, on=by)
+    return runs.assign(excess=runs.test_loss - runs.centered)
+
+
+def draw(runs, authors):
+    """Left: what runs lose, against where mu ends. Right: what rounding the logits costs the final models."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout='constrained')
+    usual = runs[runs.logits_dtype == 'bfloat16']
+    for method, rows in excess(usual, ['mu_shift', 'steps', 'cpu']).groupby('method', sort=False):
+        left.plot(rows.mu_norm, rows.excess, 'o', color=COLORS[method], label=NAMES.get(method, method))
+    published = excess(authors, ['size', 'lr'])
+    published = published[(published.method == 'baseline') & (published.mu_norm > 1)]
+    left.plot(published.mu_norm, published.excess, 'x', color=COLORS['baseline'],
+              label="baseline, the authors' five sizes")
+    left.set(xlabel=r'$\|\mu\|$ at the end', ylabel='test loss above μ-centering, nats')
+    left.set_xscale('symlog', linthresh=1)
+    left.set_yscale('symlog', linthresh=0.1)
+    left.legend(fontsize=7)
+
+    for method, rows in usual[usual.method != 'soft_capping'].groupby('method', sort=False):
+        right.plot(rows.logit_mean.abs(), rows.rounding_loss, 'o', color=COLORS[method])
+    mean = np.geomspace(8, 4096, 2000)
+    half = 2.0 ** (np.floor(np.log2(mean)) - 8)  # half of the distance between neighbouring bf16 numbers
+    right.plot(mean, np.log(np.sinh(half) / half), color='black', linewidth=0.8,
+               label='independent, uniform errors')
+    right.set(xlabel='|mean logit| at the end',
+              ylabel='test loss, bf16 logits - fp32 logits, nats')
+    right.set_xscale('symlog', linthresh=1)
+    right.set_yscale('symlog', linthresh=1e-3)
+    right.legend(fontsize=7)
+    figure.suptitle('16M after a shift of the mean: test loss against ‖μ‖, and what rounded logits cost')
+    figure.savefig(HERE / 'figure.png', dpi=160)
+
+
+if __name__ == '__main__':
+    runs = pd.read_csv(HERE / 'results.csv')
+    if len(sys.argv) > 1:
+        out, cpu = sys.argv[1:]
+        folders = sorted(path.parent for path in Path(out).glob('*/result.json'))
+        runs = pd.concat([runs[runs.cpu != cpu], pd.DataFrame([row_of(folder, cpu) for folder in folders])])
+        runs.to_csv(HERE / 'results.csv', index=False)
+    draw(runs, pd.read_csv(HERE.parent / 'authors' / 'results.csv'))
