@@ -29,7 +29,7 @@ SETTINGS = ['method', 'mu_shift', 'seed', 'lr', 'steps', 'dtype', 'logits_dtype'
 
 
 @torch.no_grad()
-def rounding_loss(folder, n_tokens=16_384):
+def rounding_loss(folder, n_tokens=4_096):
     """The test loss with logits rounded to bf16 minus that without, of the same bf16 h and E."""
     saved = load_checkpoint(folder / 'model.pt')
     config = gpt_config(saved['config'])
