@@ -173,7 +173,7 @@ def center(name, new, model, tokenizer, tokens):
     tokenizer.save_pretrained(f'{new}.tmp')
     os.rename(f'{new}.tmp', new)
     print(f'{new}: {name} with centered output embeddings; probabilities change by at most {change:.0e}, but '
-          'sampling with a repetition penalty does change, since that depends on the zero of the logits')
+          'sampling with a repetition penalty does change, since that depends on the sign of the logits')
 
 
 def drift(measured):
