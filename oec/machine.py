@@ -29,8 +29,8 @@ def set_up_machine(args, local_rank, world_size):
         torch.use_deterministic_algorithms(True)
 
     if args.device == 'cpu':
-        # Fresh memory costs a fifth of a small step, so glibc is to keep what is freed, and to give large
-        # blocks huge pages.
+        # Fresh memory costs a fifth of a small step: let glibc keep what is freed, and torch ask for huge
+        # pages.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
         mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
         mallopt(-3, 48 * 2**20)  # M_MMAP_THRESHOLD
@@ -43,7 +43,7 @@ def set_up_machine(args, local_rank, world_size):
 
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # long sums stay in fp32
-    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # to be safe, not on wider heads
+    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # not tried on any GPU yet
     return torch.device('cuda', local_rank)
 
 
