@@ -43,7 +43,7 @@ def set_up_machine(args, local_rank, world_size):
 
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # long sums stay in fp32
-    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider heads take flash attention
+    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider heads: flash attention
     return torch.device('cuda', local_rank)
 
 
