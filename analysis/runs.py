@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis import measure, paper
+from analysis import measure
 from model import METHODS, SIZES
 from oec.common import UserError, check, read_json, write_atomic
 
@@ -121,9 +121,15 @@ def diverged(test_loss, init_loss, curve=None, lines=20, windows=20):
     return (0 if n >= 3 else math.nan), math.nan
 
 
+NAMES = {  # a method that is not here is called what METHODS calls it
+    'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
+    'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
+    'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.', 'muon_head': 'Muon on the head'}
+
+
 def variant(run):
     """What tables and figures call the method of a run: its name, and what is not usual about it."""
-    words = paper.NAMES.get(run.method, run.method)
+    words = NAMES.get(run.method, run.method)
     if run.lam >= 0 and run.lam != METHODS.get(run.method):
         words += f' λ={run.lam:g}'
     if run.mu_shift > 0:

@@ -17,8 +17,8 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from analysis.paper import NAMES  # noqa: E402
 from analysis.plots import COLORS  # noqa: E402
+from analysis.runs import NAMES  # noqa: E402
 from model import GPT, gpt_config, head_loss  # noqa: E402
 from oec.common import read_json  # noqa: E402
 from oec.data import Windows, evenly_spaced  # noqa: E402
