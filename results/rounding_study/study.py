@@ -1,10 +1,9 @@
 """
-The study's csv and figure, from finished runs (their commands are in README.md):
+The study's csv files, figure and tables, from finished runs (their commands are in README.md):
 
-    python results/rounding_study/study.py OUT CPU   # the runs in OUT, of this CPU -> results.csv, figure.png
-    python results/rounding_study/study.py           # results.csv alone -> figure.png
+    python results/rounding_study/study.py OUT CPU   # OUT, the runs of this CPU -> csv files, then all below
+    python results/rounding_study/study.py           # csv files -> figure.png, and tables in the terminal
 """
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +24,12 @@ from oec.data import Windows, evenly_spaced  # noqa: E402
 from oec.head import chunked  # noqa: E402
 from oec.run_folder import load_checkpoint  # noqa: E402
 
+LONG = 1000  # steps of the runs at a constant learning rate
 SETTINGS = ['method', 'mu_shift', 'seed', 'lr', 'steps', 'dtype', 'logits_dtype', 'commit', 'torch']
 
 
 @torch.no_grad()
-def rounding_loss(folder, n_tokens=4_096):
+def rounding_loss(folder, n_tokens=16_384):
     """The test loss with logits rounded to bf16 minus that without, of the same bf16 h and E."""
     saved = load_checkpoint(folder / 'model.pt')
     config = gpt_config(saved['config'])
@@ -45,15 +45,40 @@ def rounding_loss(folder, n_tokens=4_096):
     return (losses['bfloat16'] - losses['float32']).mean().item()
 
 
+def training_log(folder):
+    """The log lines of training steps, a DataFrame."""
+    log = pd.read_json(folder / 'log.jsonl', lines=True)
+    return log[log.lr.notna()]
+
+
 def row_of(folder, cpu):
     """A finished run -> its row. train_loss and logit_mean are means over the last tenth of the steps."""
     run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
-    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    end = [line for line in log if 'lr' in line and line['step'] > 0.9 * run['steps']]
+    log = training_log(folder)
+    end = log[log.step > 0.9 * run['steps']]
     return {**{name: run[name] for name in SETTINGS}, 'cpu': cpu, 'test_loss': run['test_loss'],
-            'train_loss': np.mean([line['loss'] for line in end]), 'mu_norm': run['mu_norm'],
-            'logit_mean': np.mean([line['logit_mean'] for line in end]),
-            'rounding_loss': rounding_loss(folder)}
+            'train_loss': end.loss.mean(), 'mu_norm': run['mu_norm'],
+            'logit_mean': end.logit_mean.mean(), 'rounding_loss': rounding_loss(folder)}
+
+
+def table(runs):
+    """Test losses by method and norm: of one run, or mean [lowest, highest] over the seeds."""
+    seeds = runs.groupby(['cpu', 'method', 'logits_dtype', 'mu_shift']).test_loss
+    cells = seeds.mean().map('{:.2f}'.format)
+    spread = seeds.min().map(' [{:.2f}, '.format) + seeds.max().map('{:.2f}]'.format)
+    return cells.where(seeds.count() == 1, cells + spread).unstack().fillna('')
+
+
+def gaps(curves, windows=((21, 60), (261, 300), (701, 1000))):
+    """The baseline's training loss above mu_centering's, means over these steps, and its mean logit there."""
+    rows = []
+    for first, last in windows:
+        means = curves[curves.step.between(first, last)].groupby(['seed', 'method']).mean()
+        loss = means.loss.unstack()
+        logit = means.logit_mean.unstack()
+        rows += [{'steps': f'{first} to {last}', 'seed': seed, 'gap': gap, 'mean logit': logit.baseline[seed]}
+                 for seed, gap in (loss.baseline - loss.mu_centering).items()]
+    return pd.DataFrame(rows)
 
 
 def excess(runs, by):
@@ -98,6 +123,13 @@ if __name__ == '__main__':
     if len(sys.argv) > 1:
         out, cpu = sys.argv[1:]
         folders = sorted(path.parent for path in Path(out).glob('*/result.json'))
-        runs = pd.concat([runs[runs.cpu != cpu], pd.DataFrame([row_of(folder, cpu) for folder in folders])])
+        new = pd.DataFrame([row_of(folder, cpu) for folder in folders])
+        runs = pd.concat([runs[runs.cpu != cpu], new])
         runs.to_csv(HERE / 'results.csv', index=False)
-    draw(runs, pd.read_csv(HERE.parent / 'authors' / 'results.csv'))
+        curves = [training_log(folder)[['step', 'loss', 'logit_mean', 'mu_norm']]
+                  .assign(method=run.method, seed=run.seed)
+                  for folder, run in zip(folders, new.itertuples(), strict=True) if run.steps == LONG]
+        pd.concat(curves).to_csv(HERE / 'curves.csv', index=False, float_format='%.7g')
+    draw(runs[runs.steps != LONG], pd.read_csv(HERE.parent / 'authors' / 'results.csv'))
+    print(table(runs[runs.steps != LONG]).to_string())
+    print(gaps(pd.read_csv(HERE / 'curves.csv')).to_string())
