@@ -3,7 +3,6 @@ Measures the paper's quantities, and what BF16 costs, on models that others trai
 Hugging Face format, and along the checkpoints of a training run. By Fact 2 a finished model can be centered
 without training (--center_to).
 """
-import contextlib
 import math
 import os
 import re
@@ -14,14 +13,12 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import transformers
-from safetensors import safe_open
 from tqdm import tqdm
-from transformers.utils import cached_file
 
 from analysis import measure, plots, report, runs
 from model import GPTConfig, head_loss, join_stats
 from oec import sources
-from oec.common import check, lock_folder, read_json
+from oec.common import check, lock_folder
 from oec.head import chunked
 
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
@@ -56,28 +53,6 @@ def load(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
     check(not found['missing_keys'], f'--hf={name}: its files lack weights')
     return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
-
-
-def load_output_embeddings(name):
-    """E (V, H) of the model of this name. Of safetensors files no other tensor is read."""
-    path, options = place(name)
-    file_of = {}  # tensor name -> file
-    with reading(name):
-        with torch.device('meta'):
-            shapes = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(path, **options))
-        with contextlib.suppress(OSError):  # if it is in one file
-            with safe_open(cached_file(path, 'model.safetensors', **options), 'pt') as file:
-                file_of = dict.fromkeys(file.keys(), 'model.safetensors')
-        with contextlib.suppress(OSError):  # if it is in several
-            file_of = read_json(cached_file(path, 'model.safetensors.index.json', **options))['weight_map']
-    E = shapes.get_output_embeddings().weight
-    its_names = [key for key, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
-    for key in file_of:  # a file may leave out the first part of a name
-        if any(f'.{whole}'.endswith(f'.{key}') for whole in its_names):
-            with reading(name), safe_open(cached_file(path, file_of[key], **options), 'pt') as file:
-                return file.get_tensor(key)
-    return load(name)[0].get_output_embeddings().weight
 
 
 def final_states(model, tokens):
@@ -116,19 +91,9 @@ def read_windows(model, tokenizer, pattern, n):
     return torch.tensor(tokens[:wanted * (length + 1)]).view(wanted, length + 1)
 
 
-def of_embeddings(E):
-    """E (V, H) in fp32 -> what models.csv says of it."""
-    return {'V': len(E), 'H': E.size(1), 'mu_norm': E.mean(dim=0).norm().item(),
-            'mean_share': measure.mean_share(E).item(), 'r_emb': measure.norm_ratios(E).mean().item()}
-
-
 @torch.no_grad()
 def measure_model(name, args):
     """Loads, measures and, if asked to, centers a model -> its row of models.csv."""
-    row = {'model': Path(name).name, 'step': step_of(name)}
-    if args.positions == 0:
-        return {**row, **of_embeddings(load_output_embeddings(name).float())}
-
     model, tokenizer = load(name)
     config = head_config(name, model)
     capped = config.head_mode == 'soft_capping'
@@ -149,8 +114,10 @@ def measure_model(name, args):
             found['bf16_centered'] = head(h, E - mu, targets, config, with_logit_stats=False)[1]['loss']
         parts.append({name: values.cpu() for name, values in found.items()})
     means = {name: values.double().mean().item() for name, values in join_stats(parts).items()}
-    row |= {**of_embeddings(E), 'positions': windows[:, 1:].numel(), **means,
-            'cost': means['bf16'] - means['fp32']}
+    row = {'model': Path(name).name, 'step': step_of(name), 'V': len(E), 'H': E.size(1),
+           'mu_norm': mu.norm().item(), 'mean_share': measure.mean_share(E).item(),
+           'r_emb': measure.norm_ratios(E).mean().item(), 'positions': windows[:, 1:].numel(),
+           **means, 'cost': means['bf16'] - means['fp32']}
     if args.center_to:  # last: it changes the model
         center(name, args.center_to, model, tokenizer, windows[:1, :-1].to(E.device))
     return row
