@@ -1,13 +1,12 @@
 """
 Turns text into token shards for train.py. The same command resumes where it was stopped.
 
-    python prepare_fineweb.py                         # FineWeb: 13.2 billion GPT-2 tokens, 27 GB
+    python prepare_fineweb.py                         # FineWeb: 13.2 billion GPT-2 tokens, 26 GB
     python prepare_fineweb.py --source=pretokenized   # what the authors trained on: kjj0/fineweb100B-gpt2
     python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib   # needs no network
 
-The authors' shards are their own data, and the fastest way to a full set. The default tokenizes other
-documents of the same corpus. Downloads are retried, but a hub that fails at the very start ends the program:
+The authors' shards are their own data. The default tokenizes other documents of the same corpus. Downloads are retried, but a hub that fails at the very start ends the program:
     until python prepare_fineweb.py; do sleep 60; done
 """
 import argparse

@@ -3,7 +3,7 @@ Run folders and csv files. All tables and figures are made from three csv files,
 `read` reads; a results.csv made elsewhere will do as well:
 
     results.csv        a row for each run: its settings, its test loss and the statistics of its model
-    curves.csv         a row for each line of a run's log: run, step, loss, ...
+    curves.csv         a row for each of at most 1,000 lines of a run's log: run, step, loss, ...
     distributions.csv  a row for each run and quantity: mean, quartiles, extrema and shares
 """
 import json

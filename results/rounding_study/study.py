@@ -114,7 +114,7 @@ def draw(runs, authors):
     right.set_xscale('symlog', linthresh=1)
     right.set_yscale('symlog', linthresh=1e-3)
     right.legend(fontsize=7)
-    figure.suptitle('16M after a shift of the mean: test loss against ‖μ‖, and what rounded logits cost')
+    figure.suptitle('Test loss against ‖μ‖, and what rounding the final logits costs (dots: 16M after a shift)')
     figure.savefig(HERE / 'figure.png', dpi=160)
 
 
@@ -129,7 +129,8 @@ if __name__ == '__main__':
         curves = [training_log(folder)[['step', 'loss', 'logit_mean', 'mu_norm']]
                   .assign(method=run.method, seed=run.seed)
                   for folder, run in zip(folders, new.itertuples(), strict=True) if run.steps == LONG]
-        pd.concat(curves).to_csv(HERE / 'curves.csv', index=False, float_format='%.7g')
+        if curves:
+            pd.concat(curves).to_csv(HERE / 'curves.csv', index=False, float_format='%.7g')
     draw(runs[runs.steps != LONG], pd.read_csv(HERE.parent / 'authors' / 'results.csv'))
     print(table(runs[runs.steps != LONG]).to_string())
     print(gaps(pd.read_csv(HERE / 'curves.csv')).to_string())
