@@ -81,7 +81,7 @@ def tokenize(texts, args):
 
 
 def cut_shards(documents, args, meta):
-    """Yields each shard (n,) and where the next one starts in the text. `meta` counts the shards so far."""
+    """Yields each shard (n,) and where the next one starts. The caller updates `meta` after each."""
     buffer = np.empty(max(args.val_tokens, args.shard_tokens), np.uint16)
     held = 0  # tokens in the buffer
     used = meta['used']  # tokens of the document that are in shards or in the buffer

@@ -98,13 +98,14 @@ def of_model(gpt, windows):
 
 def of_run(folder):
     """
-    `of_model` of a finished run over some of its test windows. It is kept in the run's folder, beside the
-    device that took it, and not taken again on another one.
+    `of_model` of a finished run over some of its test windows. It is kept in the run's folder, and not taken
+    again unless the model there is newer.
     """
     kept = Path(folder, KEPT)
-    if kept.exists():
+    model = Path(folder, 'model.pt')
+    if kept.exists() and kept.stat().st_mtime >= model.stat().st_mtime:
         return read_json(kept)
-    checkpoint = load_checkpoint(Path(folder, 'model.pt'))
+    checkpoint = load_checkpoint(model)
     settings = checkpoint['config']
     gpt = GPT(gpt_config(settings))
     gpt.load_state_dict(checkpoint['model'])
@@ -113,5 +114,5 @@ def of_run(folder):
     n = max(1, min(n, len(windows)))
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     found = of_model(gpt, torch.from_numpy(windows[evenly_spaced(n, len(windows))]))
-    write_json(kept, {**found, 'measured_on': gpt.E.device.type})
+    write_json(kept, found)
     return found

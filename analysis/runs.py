@@ -184,7 +184,7 @@ def read(path):
         file = path.with_name(name)
         there = path.name == 'results.csv' and file.exists()
         rows = read_csv(file, columns, ['run']) if there else pd.DataFrame(columns=list(columns))
-        return runs[OF_A_RUN].merge(rows)
+        return runs[OF_A_RUN].merge(rows, on='run')
     return runs, beside('curves.csv', CURVES), beside('distributions.csv', DISTRIBUTIONS)
 
 

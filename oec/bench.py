@@ -2,7 +2,7 @@
 Speed and memory of the training step with each method, or of the output head, side by side in one process.
 
     python -m oec.bench --methods=baseline,mu_loss --size=16M --batch_size=8 --block_size=512
-    python -m oec.bench --head --size=16M      head_loss as it stands, by chunks, and both compiled
+    python -m oec.bench --head --size=16M --batch_size=8 --block_size=512   head_loss by chunks and compiled
 
 Takes the flags of train.py, but for --method. Contestants take turns (A B A B ...), so a machine that drifts
 slows all of them; a ratio is the median over the turns of the ratio within a turn, milliseconds are medians.

@@ -115,8 +115,8 @@ def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
 def load_batches(windows, start, args, device, rank, world_size):
     """Yields what `rank` has of each batch after step `start`: micro-batches (tokens, targets), int64."""
     import torch  # 175 MB, of which prepare_fineweb.py has no need
-    for step in range(start + 1, args.steps + 1):
-        numbers = batch_windows(args.seed, step - 1, args.batch_size, len(windows), rank, world_size)
+    for step in range(start, args.steps):
+        numbers = batch_windows(args.seed, step, args.batch_size, len(windows), rank, world_size)
         batch = torch.from_numpy(windows[numbers])
         if device.type == 'cuda':
             batch = batch.pin_memory().to(device, non_blocking=True)

@@ -26,7 +26,8 @@ def naming(what, hub=False):
     # them raise. So only calls of these may stand inside: a bug of ours keeps its traceback.
     except Exception as error:
         line = f'{what}: {str(error) or type(error).__name__}'[:400]
-        check(hub and not isinstance(error, (ValueError, RepositoryNotFoundError)), line)
+        if not hub or isinstance(error, (ValueError, RepositoryNotFoundError)):
+            raise UserError(line) from error
         line += '; the same command resumes; --source=stdlib --tokenizer=bytes needs no network'
         raise UserError(line, status=1) from error
 
@@ -117,4 +118,4 @@ def read_texts(paths, first_file=0, first_row=0):
                 row += 1
         except (OSError, ValueError, RecursionError, pyarrow.ArrowException, HTTPError):
             with naming(f'{path}, row {row}', hub=path.startswith('hf://')):
-                raise
+                raise  # as a line that names the row
