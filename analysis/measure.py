@@ -103,7 +103,7 @@ def of_run(folder):
     """
     kept = Path(folder, KEPT)
     model = Path(folder, 'model.pt')
-    if kept.exists() and kept.stat().st_mtime >= model.stat().st_mtime:
+    if kept.exists() and not (model.exists() and model.stat().st_mtime > kept.stat().st_mtime):
         return read_json(kept)
     checkpoint = load_checkpoint(model)
     settings = checkpoint['config']
