@@ -9,8 +9,8 @@ import sys
 
 class UserError(Exception):
     """
-    Ends a program with one line: status 2 for the user's input, 3 for a folder that is in use. Of several
-    processes one speaks for all, unless one of them sees the error `alone`.
+    Ends a program with one line: status 2 for the user's input, 3 for a folder in use or done by now, 1 for a
+    network or disk that failed. Of several processes one speaks for all, unless one sees the error `alone`.
     """
 
     def __init__(self, message, status=2, alone=False):
