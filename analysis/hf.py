@@ -1,21 +1,17 @@
 """
 Measures the paper's quantities, and what BF16 costs, on models that others trained: causal language models in
-Hugging Face format, and along the checkpoints of a training run. By Fact 2 a finished model can be centered
-without training (--center_to).
+Hugging Face format. By Fact 2 a finished model can be centered without training (--center_to).
 """
-import math
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import transformers
 from tqdm import tqdm
 
-from analysis import measure, plots, report, runs
+from analysis import measure, report, runs
 from model import GPTConfig, head_loss, join_stats
 from oec import sources
 from oec.common import check, lock_folder
@@ -27,27 +23,11 @@ SAYS = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats 
 transformers.logging.set_verbosity_error()
 
 
-def reading(name):
-    """What fails inside is a UserError about this model."""
-    return sources.naming(f'--hf={name}: not a causal language model that can be read')
-
-
-def place(name):
-    """FOLDER, NAME or NAME@REVISION -> the folder or hub name, and the options of from_pretrained."""
-    path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
-    return path, dict(revision=revision or 'main', trust_remote_code=False)
-
-
-def step_of(name):
-    """The step in a name such as NAME@step1000 or run/checkpoint-500, NaN if it has none."""
-    found = re.search(r'(?:step|checkpoint|ckpt)[-_]?(\d+)', name) or re.search(r'@\D*(\d+)', name)
-    return int(found[1]) if found else math.nan
-
-
 def load(name):
-    """The model of this name, in its own dtype, and its tokenizer. No code that comes with it is run."""
-    path, options = place(name)
-    with reading(name):
+    """FOLDER, NAME or NAME@REVISION -> the model in its dtype, and its tokenizer. No code of theirs is run."""
+    path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
+    options = dict(revision=revision or 'main', trust_remote_code=False)
+    with sources.naming(f'--hf={name}: not a causal language model that can be read'):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype='auto', output_loading_info=True, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
@@ -114,7 +94,7 @@ def measure_model(name, args):
             found['bf16_centered'] = head(h, E - mu, targets, config, with_logit_stats=False)[1]['loss']
         parts.append({name: values.cpu() for name, values in found.items()})
     means = {name: values.double().mean().item() for name, values in join_stats(parts).items()}
-    row = {'model': Path(name).name, 'step': step_of(name), 'V': len(E), 'H': E.size(1),
+    row = {'model': Path(name).name, 'V': len(E), 'H': E.size(1),
            'mu_norm': mu.norm().item(), 'mean_share': measure.mean_share(E).item(),
            'r_emb': measure.norm_ratios(E).mean().item(), 'positions': windows[:, 1:].numel(),
            **means, 'cost': means['bf16'] - means['fp32']}
@@ -143,21 +123,6 @@ def center(name, new, model, tokenizer, tokens):
           'sampling with a repetition penalty does change, since that depends on the sign of the logits')
 
 
-def drift(measured):
-    """The figure of models that are checkpoints of a training run; None unless they have two steps."""
-    rows = measured.dropna(subset='step').sort_values('step')
-    if rows.step.nunique() < 2:
-        return None
-    columns = [column for column in ('mu_norm', 'mean_share', 'logit_mean', 'cost') if column in rows]
-    figure, axes = plt.subplots(1, len(columns), figsize=(3.3 * len(columns), 3))
-    for ax, column in zip(axes, columns, strict=True):
-        for name, part in rows.groupby(rows.model.str.replace(r'@.*|\d+$', '', regex=True), sort=False):
-            ax.plot(part.step, part[column], marker='.', label=name)
-        ax.set(xlabel='step', ylabel=plots.LABELS[column])
-    axes[0].legend()
-    return dict(figure=figure, title='The same, by training step', where='', says=SAYS)
-
-
 def main(args):
     check(not args.center_to or (len(args.hf) == 1 and not os.path.exists(args.center_to)),
           f'--center_to={args.center_to}: should be a new folder, for one model')
@@ -168,9 +133,6 @@ def main(args):
     out = args.out or Path('results', measured.model[0])
     with lock_folder(out, wait=True):
         runs.write_csv(Path(out, 'models.csv'), measured)
-        figure = drift(measured)
-        if figure:
-            items.append(plots.save(figure, 'drift', out))
         report.write_page(out, [], items)
     print('', report.for_terminal(rows), f'wrote {out}', sep='\n')
     return 0
