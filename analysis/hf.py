@@ -24,7 +24,7 @@ transformers.logging.set_verbosity_error()
 
 
 def load(name):
-    """FOLDER, NAME or NAME@REVISION -> the model in its dtype, and its tokenizer. No code of theirs is run."""
+    """FOLDER, NAME or NAME@REVISION -> the model in its dtype and its tokenizer. None of its code is run."""
     path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
     options = dict(revision=revision or 'main', trust_remote_code=False)
     with sources.naming(f'--hf={name}: not a causal language model that can be read'):
