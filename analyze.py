@@ -30,7 +30,8 @@ def parser():
     add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, hub names, NAME@REVISION")
     add('--text', metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: '
         "text); default: the source of Python's standard library")
-    add('--positions', type=number(1, whole=True), help='with --hf: tokens of --text (default 16384)')
+    add('--positions', type=number(0, whole=True), help='with --hf: tokens of --text (default 16384); 0: '
+        'the output embeddings alone')
     add('--center_to', metavar='NEW', help='with --hf: write the model with centered output embeddings there')
     return p
 
@@ -42,6 +43,8 @@ def check_flags(args):
     check(not (args.theory and args.hf), '--theory and --hf do not go together')
     for_hf = (args.text, args.positions, args.center_to)
     check(args.hf or for_hf == (None, None, None), '--text, --positions and --center_to need --hf')
+    check(not args.center_to or args.positions != 0,
+          '--center_to and --positions=0 do not go together: it checks probabilities')
 
 
 def default_out(args):

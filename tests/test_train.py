@@ -197,14 +197,16 @@ def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_star
     assert not os.path.exists(tmp_path / 'bad')
 
 
-def test_wandb_gets_every_line_of_the_log_in_one_run(trained, monkeypatch):
-    """A run that resumes goes on there as well: wandb knows it by its id."""
+@pytest.mark.parametrize('package', ['wandb', 'trackio'])
+def test_wandb_or_else_trackio_gets_every_line_of_the_log_in_one_run(package, trained, monkeypatch):
+    """A run that resumes goes on there as well: wandb knows it by its id, trackio by its name."""
     seen = []
 
-    def init(project, name, resume, id, config):
-        seen.append((project, resume, id))
+    def init(project, name, resume, config, id=None):
+        seen.append((project, resume, id if package == 'wandb' else name))
         return SimpleNamespace(log=lambda entry, step: seen.append((step, entry.get('loss'))))
-    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(__spec__='any', init=init))
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(__spec__='any', init=init))
     out = trained('run', '--steps=2', '--wandb=mine')
-    assert seen[0] == ('mine', 'allow', out.replace('/', '-'))
+    assert seen[0] == ('mine', 'allow', out.replace('/', '-') if package == 'wandb' else out)
     assert seen[1:] == [(e['step'], e.get('loss')) for e in log_of(out)]
