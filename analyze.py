@@ -43,8 +43,6 @@ def check_flags(args):
     check(not (args.theory and args.hf), '--theory and --hf do not go together')
     for_hf = (args.text, args.positions, args.center_to)
     check(args.hf or for_hf == (None, None, None), '--text, --positions and --center_to need --hf')
-    check(not args.center_to or args.positions != 0,
-          '--center_to and --positions=0 do not go together: it checks probabilities')
 
 
 def default_out(args):

@@ -25,14 +25,10 @@ from oec.common import check, lock_folder, read_json
 from oec.head import chunked
 
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
+UNREADABLE = '--hf={}: not a causal language model that can be read'
 SAYS = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
         'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
 transformers.logging.set_verbosity_error()
-
-
-def reading(name):
-    """What fails inside is a UserError about this model."""
-    return sources.naming(f'--hf={name}: not a causal language model that can be read')
 
 
 def place(name):
@@ -50,7 +46,7 @@ def step_of(name):
 def load(name):
     """The model of this name, in its own dtype, and its tokenizer. No code that comes with it is run."""
     path, options = place(name)
-    with reading(name):
+    with sources.naming(UNREADABLE.format(name)):
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype='auto', output_loading_info=True, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
@@ -62,7 +58,7 @@ def load_output_embeddings(name):
     """E (V, H) of the model of this name. Of safetensors files no other tensor is read."""
     path, options = place(name)
     file_of = {}  # tensor name -> file
-    with reading(name):
+    with sources.naming(UNREADABLE.format(name)):
         with torch.device('meta'):
             shapes = transformers.AutoModelForCausalLM.from_config(
                 transformers.AutoConfig.from_pretrained(path, **options))
@@ -75,8 +71,9 @@ def load_output_embeddings(name):
     its_names = [key for key, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
     for key in file_of:  # a file may leave out the first part of a name
         if any(f'.{whole}'.endswith(f'.{key}') for whole in its_names):
-            with reading(name), safe_open(cached_file(path, file_of[key], **options), 'pt') as file:
-                return file.get_tensor(key)
+            with sources.naming(UNREADABLE.format(name)):
+                with safe_open(cached_file(path, file_of[key], **options), 'pt') as file:
+                    return file.get_tensor(key)
     return load(name)[0].get_output_embeddings().weight
 
 
@@ -152,35 +149,29 @@ def measure_model(name, args):
     row |= {**of_embeddings(E), 'positions': windows[:, 1:].numel(), **means,
             'cost': means['bf16'] - means['fp32']}
     if args.center_to:  # last: it changes the model
-        center(name, args.center_to, model, tokenizer, windows[:1, :-1].to(E.device))
+        center(name, args.center_to, model, tokenizer)
     return row
 
 
 @torch.no_grad()
-def center(name, new, model, tokenizer, tokens):
-    """
-    Writes the model with the output embeddings E - mu to the folder `new`, whole or not at all. UserError if
-    in fp32 a probability after `tokens` (n, T) changes by more than 1e-5.
-    """
-    dtype = model.dtype
-    W = model.float().get_output_embeddings().weight
-    before = model(tokens).logits.softmax(dim=-1)
-    W -= W.mean(dim=0)
-    change = (model(tokens).logits.softmax(dim=-1) - before).abs().max().item()
-    check(change <= 1e-5, f'--center_to={new}: centering {name} changes a probability by {change:.1e}; are '
-          'its output embeddings tied to the input embeddings? Nothing was written')
-    model.to(dtype).save_pretrained(f'{new}.tmp')
+def center(name, new, model, tokenizer):
+    """Writes the model with the output embeddings E - mu to the folder `new`, whole or not at all."""
+    W = model.get_output_embeddings().weight
+    check(W is not model.get_input_embeddings().weight, f'--center_to={new}: the output embeddings of {name} '
+          'are tied to the input embeddings, and centering would change these')
+    W.copy_(W.float() - W.float().mean(dim=0))
+    model.save_pretrained(f'{new}.tmp')
     tokenizer.save_pretrained(f'{new}.tmp')
     os.rename(f'{new}.tmp', new)
-    print(f'{new}: {name} with centered output embeddings; probabilities change by at most {change:.0e}, but '
-          'sampling with a repetition penalty does change, since that depends on the sign of the logits')
+    print(f'{new}: {name} with centered output embeddings. No probability changes, but what a repetition '
+          'penalty does changes: it depends on the sign of the logits')
 
 
-def drift(measured):
-    """The figure of models that are checkpoints of a training run; None unless they have two steps."""
+def drift(measured, out):
+    """Draws models that are checkpoints of a training -> an item in a list, empty without two steps."""
     rows = measured.dropna(subset='step').sort_values('step')
     if rows.step.nunique() < 2:
-        return None
+        return []
     columns = [column for column in ('mu_norm', 'mean_share', 'logit_mean', 'cost') if column in rows]
     figure, axes = plt.subplots(1, len(columns), figsize=(3.3 * len(columns), 3))
     for ax, column in zip(axes, columns, strict=True):
@@ -188,12 +179,14 @@ def drift(measured):
             ax.plot(part.step, part[column], marker='.', label=name)
         ax.set(xlabel='step', ylabel=plots.LABELS[column])
     axes[0].legend()
-    return dict(figure=figure, title='The same, by training step', where='', says=SAYS)
+    item = dict(figure=figure, title='The same, by training step', where='', says=SAYS)
+    return [plots.save(item, 'drift', out)]
 
 
 def main(args):
-    check(not args.center_to or (len(args.hf) == 1 and not os.path.exists(args.center_to)),
-          f'--center_to={args.center_to}: should be a new folder, for one model')
+    right = len(args.hf) == 1 and args.positions != 0 and not os.path.exists(args.center_to or '')
+    check(not args.center_to or right,
+          f'--center_to={args.center_to}: should be a new folder, for one model, without --positions=0')
     measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
     rows = measured.dropna(axis='columns', how='all').set_index('model').map('{:.5g}'.format)
     rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
@@ -201,9 +194,6 @@ def main(args):
     out = args.out or Path('results', measured.model[0])
     with lock_folder(out, wait=True):
         runs.write_csv(Path(out, 'models.csv'), measured)
-        figure = drift(measured)
-        if figure:
-            items.append(plots.save(figure, 'drift', out))
-        report.write_page(out, [], items)
+        report.write_page(out, [], items + drift(measured, out))
     print('', report.for_terminal(rows), f'wrote {out}', sep='\n')
     return 0

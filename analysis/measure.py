@@ -110,8 +110,7 @@ def of_run(folder):
     gpt = GPT(gpt_config(settings))
     gpt.load_state_dict(checkpoint['model'])
     windows = Windows(settings['data'], 'val', settings['block_size'], settings['vocab_size'])
-    n = min(POSITIONS, settings['test_tokens']) // settings['block_size']
-    n = max(1, min(n, len(windows)))
+    n = min(min(POSITIONS, settings['test_tokens']) // settings['block_size'], len(windows))
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     found = of_model(gpt, torch.from_numpy(windows[evenly_spaced(n, len(windows))]))
     write_json(kept, found)

@@ -18,15 +18,13 @@ from analysis import measure
 from model import METHODS, SIZES
 from oec.common import UserError, check, read_json, write_atomic
 
-WORDS, NUMBER, ABOVE_0 = 'plain words', 'a number', 'a number above 0'
-FROM_0, FLAG = 'a number from 0', '0 or 1'
 PLAIN = r'(?!_)[^<>|$"`*\\\x00-\x1f]+'  # words that mean nothing special in HTML, Markdown or a formula
-TESTS = {  # what a cell should be -> which cells of a column are
-    WORDS: lambda words: words.map(lambda word: re.fullmatch(PLAIN, word) is not None).astype(bool),
-    NUMBER: lambda x: x.notna(),
-    ABOVE_0: lambda x: x > 0,
-    FROM_0: lambda x: x >= 0,
-    FLAG: lambda x: x.isin([0, 1])}
+# What a cell should be, and a function that says which cells of a column are.
+WORDS = 'plain words', lambda words: words.map(lambda word: bool(re.fullmatch(PLAIN, word))).astype(bool)
+NUMBER = 'a number', lambda x: x.notna()
+ABOVE_0 = 'a number above 0', lambda x: x > 0
+FROM_0 = 'a number from 0', lambda x: x >= 0
+FLAG = '0 or 1', lambda x: x.isin([0, 1])
 RESULTS = {  # column -> what its cells should be, unless they are empty, which means unknown
     'run': WORDS, 'method': WORDS, 'size': WORDS, 'n_params': ABOVE_0, 'weight_tying': FLAG, 'lam': FROM_0,
     'cap': ABOVE_0, 'lr': ABOVE_0, 'seed': FROM_0, 'steps': ABOVE_0, 'dtype': WORDS, 'logits_dtype': WORDS,
@@ -51,13 +49,13 @@ def parse(cells, columns, required):
     words and numbers, NaN for what is unknown or not finite. UserError names the first wrong cell.
     """
     cells = cells.reindex(columns=list(columns), fill_value='').apply(lambda column: column.str.strip())
-    for column, kind in columns.items():
+    for column, (kind, test) in columns.items():
         words = cells[column].str.lower().replace({'true': '1', 'false': '0'})
         values = words
-        if kind != WORDS:
+        if test != WORDS[1]:
             values = pd.to_numeric(words, errors='coerce').replace([math.inf, -math.inf], math.nan)
             cells[column] = values
-        right = TESTS[kind](values)
+        right = test(values)
         if column == 'test_loss':  # that of a run that diverged need not be finite
             right |= words.isin(['nan', 'inf', '-inf'])
         elif column not in required:

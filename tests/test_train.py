@@ -202,8 +202,8 @@ def test_wandb_or_else_trackio_gets_every_line_of_the_log_in_one_run(package, tr
     """A run that resumes goes on there as well: wandb knows it by its id, trackio by its name."""
     seen = []
 
-    def init(project, name, resume, config, id=None):
-        seen.append((project, resume, id if package == 'wandb' else name))
+    def init(project, name, resume, config):
+        seen.append((project, resume, os.environ['WANDB_RUN_ID'] if package == 'wandb' else name))
         return SimpleNamespace(log=lambda entry, step: seen.append((step, entry.get('loss'))))
     monkeypatch.setitem(sys.modules, 'wandb', None)
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(__spec__='any', init=init))
