@@ -23,10 +23,7 @@ MESHES = [(1, 8), (2, 2), (4, 1)]  # (processes, micro-batch)
 
 
 def in_float64():
-    """
-    Runs of this process train in float64, which no flag offers: sums differ by 1e-16, not by 1e-7. And DDP is
-    gone before the processes leave: one in some hundred would wait for ever.
-    """
+    """Runs of this process train in float64, where sums differ by 1e-16, and end without DDP: it may hang."""
     make_model = train.make_model
     leave_processes = machine.leave_processes
 
