@@ -6,7 +6,7 @@ Turns text into token shards for train.py. The same command resumes where it was
     python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib   # needs no network
 
-The authors' shards are their own data. The default tokenizes other documents of the same corpus. Downloads
+The authors' shards are their own data. The default tokenizes documents of the same corpus. Downloads
 are retried, but a hub that fails at the very start ends the program:
     until python prepare_fineweb.py; do sleep 60; done
 """

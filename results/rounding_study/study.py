@@ -103,8 +103,9 @@ def draw(runs, authors):
     left.set_yscale('symlog', linthresh=0.1)
     left.legend(fontsize=7)
 
-    for method, rows in usual.groupby('method', sort=False):
-        right.plot(rows.logit_mean.abs(), rows.rounding_loss, 'o', color=COLORS[method])
+    for (method, dtype), rows in runs.groupby(['method', 'logits_dtype'], sort=False):
+        marker, label = ('^', f'{method}, fp32 head') if dtype == 'float32' else ('o', None)
+        right.plot(rows.logit_mean.abs(), rows.rounding_loss, marker, color=COLORS[method], label=label)
     mean = np.geomspace(8, 4096, 2000)
     half = 2.0 ** (np.floor(np.log2(mean)) - 8)  # half of the distance between neighbouring bf16 numbers
     right.plot(mean, np.log(np.sinh(half) / half), color='black', linewidth=0.8,
