@@ -62,21 +62,20 @@ def main(argv=None):
         return hf.main(args)
     out = args.out or default_out(args)
 
-    # run folders -> csv files
-    csv = args.results
+    # what there is; if it cannot be read, nothing is written
     left_out = []  # lines that say which runs, and why
     if args.runs:
         found, left_out = runs.find(args.runs)
-        with lock_folder(out, wait=True):
-            runs.collect(found, out)
-        csv = Path(out, 'results.csv')
+    if args.results:
+        data = runs.read(args.results)
 
-    # csv files -> tables and figures; a csv that cannot be read gets no folder
-    if csv:
-        all_runs, curves, distributions = runs.read(csv)
     items = []
     with lock_folder(out, wait=True):
-        if csv:
+        if args.runs:  # run folders -> csv files
+            runs.collect(found, out)
+            data = runs.read(Path(out, 'results.csv'))
+        if args.runs or args.results:  # csv files -> tables and figures
+            all_runs, curves, distributions = data
             of_seeds = tables.lrs_of_seeds(all_runs)
             lrs = tables.lrs_rows(of_seeds)
             made = tables.make(all_runs, lrs)

@@ -52,8 +52,7 @@ def load_encoder(name):
     import tiktoken
     with sources.naming('--tokenizer=gpt2 is downloaded once', hub=True):
         gpt2 = tiktoken.get_encoding('gpt2')
-    # A million spaces before a word overflow tiktoken's stack. GPT-2 splits such a run before its last space,
-    # so cutting a long text there changes no token.
+    # A million spaces before a word overflow tiktoken's stack; GPT-2 splits them before the last one anyway.
     last_space = re.compile(r'(?=[ \t\n\r\xa0\u3000]\S)(?<=[ \t\n\r\xa0\u3000]{1000})')
 
     def encode(text):
@@ -66,18 +65,12 @@ def tokenize(texts, args):
     """(file, row, text) -> (file, row, tokens (n,) uint16). Threads suffice: both tokenizers free the GIL."""
     encode = load_encoder(args.tokenizer)
 
-    def encode_batch(batch):
-        return [(file, row, np.concatenate(encode(text), dtype=np.uint16, casting='unsafe'))
-                for file, row, text in batch]
+    def encode_document(file, row, text):
+        return file, row, np.concatenate(encode(text), dtype=np.uint16, casting='unsafe')
 
     with ThreadPoolExecutor(args.workers) as pool:
-        pending = []
-        while batch := list(itertools.islice(texts, 32)):
-            pending.append(pool.submit(encode_batch, batch))
-            if len(pending) > 4 * args.workers:
-                yield from pending.pop(0).result()
-        for future in pending:
-            yield from future.result()
+        while batch := list(itertools.islice(texts, 1024)):
+            yield from pool.map(encode_document, *zip(*batch, strict=True))
 
 
 def cut_shards(documents, args, meta):

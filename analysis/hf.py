@@ -1,80 +1,32 @@
 """
-Measures the paper's quantities, and what BF16 costs, on models that others trained: causal language models in
-Hugging Face format, and along the checkpoints of a training run. By Fact 2 a finished model can be centered
-without training (--center_to).
+Measures the paper's quantities, and what BF16 costs, on causal language models that others trained, and along
+the checkpoints of a training. By Fact 2 a finished model can be centered without training (--center_to).
 """
-import contextlib
 import math
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-import transformers
-from safetensors import safe_open
 from tqdm import tqdm
-from transformers.utils import cached_file
 
-from analysis import measure, plots, report, runs
+from analysis import hub, measure, plots, report, runs
 from model import GPTConfig, head_loss, join_stats
 from oec import sources
-from oec.common import check, lock_folder, read_json
+from oec.common import check, lock_folder
 from oec.head import chunked
 
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
-UNREADABLE = '--hf={}: not a causal language model that can be read'
 SAYS = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
         'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
-transformers.logging.set_verbosity_error()
-
-
-def place(name):
-    """FOLDER, NAME or NAME@REVISION -> the folder or hub name, and the options of from_pretrained."""
-    path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
-    return path, dict(revision=revision or 'main', trust_remote_code=False)
 
 
 def step_of(name):
     """The step in a name such as NAME@step1000 or run/checkpoint-500, NaN if it has none."""
     found = re.search(r'(?:step|checkpoint|ckpt)[-_]?(\d+)', name) or re.search(r'@\D*(\d+)', name)
     return int(found[1]) if found else math.nan
-
-
-def load(name):
-    """The model of this name, in its own dtype, and its tokenizer. No code that comes with it is run."""
-    path, options = place(name)
-    with sources.naming(UNREADABLE.format(name)):
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype='auto', output_loading_info=True, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
-    check(not found['missing_keys'], f'--hf={name}: its files lack weights')
-    return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
-
-
-def load_output_embeddings(name):
-    """E (V, H) of the model of this name. Of safetensors files no other tensor is read."""
-    path, options = place(name)
-    file_of = {}  # tensor name -> file
-    with sources.naming(UNREADABLE.format(name)):
-        with torch.device('meta'):
-            shapes = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(path, **options))
-        with contextlib.suppress(OSError):  # if it is in one file
-            with safe_open(cached_file(path, 'model.safetensors', **options), 'pt') as file:
-                file_of = dict.fromkeys(file.keys(), 'model.safetensors')
-        with contextlib.suppress(OSError):  # if it is in several
-            file_of = read_json(cached_file(path, 'model.safetensors.index.json', **options))['weight_map']
-    E = shapes.get_output_embeddings().weight
-    its_names = [key for key, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
-    for key in file_of:  # a file may leave out the first part of a name
-        if any(f'.{whole}'.endswith(f'.{key}') for whole in its_names):
-            with sources.naming(UNREADABLE.format(name)):
-                with safe_open(cached_file(path, file_of[key], **options), 'pt') as file:
-                    return file.get_tensor(key)
-    return load(name)[0].get_output_embeddings().weight
 
 
 def final_states(model, tokens):
@@ -124,9 +76,9 @@ def measure_model(name, args):
     """Loads, measures and, if asked to, centers a model -> its row of models.csv."""
     row = {'model': Path(name).name, 'step': step_of(name)}
     if args.positions == 0:
-        return {**row, **of_embeddings(load_output_embeddings(name).float())}
+        return {**row, **of_embeddings(hub.load_output_embeddings(name).float())}
 
-    model, tokenizer = load(name)
+    model, tokenizer = hub.load(name)
     config = head_config(name, model)
     capped = config.head_mode == 'soft_capping'
     check(not (capped and args.center_to), f'--center_to={args.center_to}: the logits of {name} are capped, '
@@ -163,24 +115,7 @@ def center(name, new, model, tokenizer):
     model.save_pretrained(f'{new}.tmp')
     tokenizer.save_pretrained(f'{new}.tmp')
     os.rename(f'{new}.tmp', new)
-    print(f'{new}: {name} with centered output embeddings. No probability changes, but what a repetition '
-          'penalty does changes: it depends on the sign of the logits')
-
-
-def drift(measured, out):
-    """Draws models that are checkpoints of a training -> an item in a list, empty without two steps."""
-    rows = measured.dropna(subset='step').sort_values('step')
-    if rows.step.nunique() < 2:
-        return []
-    columns = [column for column in ('mu_norm', 'mean_share', 'logit_mean', 'cost') if column in rows]
-    figure, axes = plt.subplots(1, len(columns), figsize=(3.3 * len(columns), 3))
-    for ax, column in zip(axes, columns, strict=True):
-        for name, part in rows.groupby(rows.model.str.replace(r'@.*|\d+$', '', regex=True), sort=False):
-            ax.plot(part.step, part[column], marker='.', label=name)
-        ax.set(xlabel='step', ylabel=plots.LABELS[column])
-    axes[0].legend()
-    item = dict(figure=figure, title='The same, by training step', where='', says=SAYS)
-    return [plots.save(item, 'drift', out)]
+    print(f'{new}: {name} with centered output embeddings; tune its repetition penalty again, if it has one')
 
 
 def main(args):
@@ -194,6 +129,9 @@ def main(args):
     out = args.out or Path('results', measured.model[0])
     with lock_folder(out, wait=True):
         runs.write_csv(Path(out, 'models.csv'), measured)
-        report.write_page(out, [], items + drift(measured, out))
+        by_step = plots.drift(measured)
+        if by_step:
+            items.append(plots.save(by_step, 'drift', out))
+        report.write_page(out, [], items)
     print('', report.for_terminal(rows), f'wrote {out}', sep='\n')
     return 0

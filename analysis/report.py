@@ -43,7 +43,7 @@ def for_terminal(rows):
 
 
 def write_text(path, text):
-    write_atomic(path, lambda file: file.write(text), mode='w')
+    write_atomic(path, lambda file: file.write(text.encode()))
 
 
 def write_page(out, left_out, items):

@@ -81,7 +81,7 @@ def read_csv(path, columns, required):
 
 def write_csv(path, rows, float_format=None):
     rows = rows.convert_dtypes()  # whole numbers without a point
-    write_atomic(path, lambda file: rows.to_csv(file, index=False, float_format=float_format), mode='w')
+    write_atomic(path, lambda file: rows.to_csv(file, index=False, float_format=float_format))
 
 
 LEARNED = 0.1  # nats

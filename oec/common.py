@@ -10,7 +10,7 @@ import sys
 class UserError(Exception):
     """
     Ends a program with one line: status 2 for the user's input, 3 for a folder in use or done by now, 1 for a
-    network or disk that failed. Of several processes one speaks for all, unless one sees the error `alone`.
+    network or disk that failed. Of several processes only the first prints it, unless `alone` is set.
     """
 
     def __init__(self, message, status=2, alone=False):
@@ -61,12 +61,11 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whol
     return parse
 
 
-def write_atomic(path, write, mode='wb'):
-    """write(file) fills a temporary file, which then replaces `path`: a reader sees one or the other."""
+def write_atomic(path, write):
+    """write(file) fills a temporary binary file, which then replaces `path`: readers see one or the other."""
     temporary = f'{path}.tmp'
-    text = {} if 'b' in mode else {'encoding': 'utf-8', 'newline': ''}
     try:
-        with open(temporary, mode, **text) as file:
+        with open(temporary, 'wb') as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -80,7 +79,7 @@ def write_atomic(path, write, mode='wb'):
 
 def write_json(path, value):
     """Writes `value` as indented JSON, atomically; NaN and infinities as Python's json does."""
-    write_atomic(path, lambda file: file.write(json.dumps(value, indent=2) + '\n'), mode='w')
+    write_atomic(path, lambda file: file.write(f'{json.dumps(value, indent=2)}\n'.encode()))
 
 
 def read_json(path):

@@ -47,7 +47,7 @@ def read_shard(path):
 
 
 def read_meta(folder):
-    """What prepare_fineweb.py notes of its shards; of those that others published, GPT-2's vocabulary."""
+    """The meta.json of prepare_fineweb.py. Shards without one are taken for GPT-2 tokens."""
     path = os.path.join(folder, 'meta.json')
     meta = read_json(path) if os.path.exists(path) else {'vocab_size': 50257}
     size = meta.get('vocab_size')
@@ -57,7 +57,7 @@ def read_meta(folder):
 
 
 class Windows:
-    """The windows of all shards of a split, train or val: windows[numbers] are their tokens."""
+    """The windows of all shards of a split, train or val; windows[numbers] are the tokens of some of them."""
 
     def __init__(self, folder, split, block_size, vocab_size):
         paths = sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin')))

@@ -29,12 +29,11 @@ def set_up_machine(args, local_rank, world_size):
         torch.use_deterministic_algorithms(True)
 
     if args.device == 'cpu':
-        # Fresh memory costs a fifth of a small step: let glibc keep what is freed, and torch ask for huge
-        # pages.
+        # Fresh memory costs a fifth of a small step: glibc keeps what is freed, torch asks for huge pages.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
         mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
-        mallopt(-3, 48 * 2**20)  # M_MMAP_THRESHOLD
-        mallopt(-1, -1)          # M_TRIM_THRESHOLD: never
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, -1)     # M_TRIM_THRESHOLD: never
         # Despite their names these apply to a CPU, where plain bf16 products beat flash on short sequences.
         short = args.dtype == 'bfloat16' and args.block_size <= 1024
         torch.backends.cuda.enable_flash_sdp(not short)
@@ -43,7 +42,7 @@ def set_up_machine(args, local_rank, world_size):
 
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # long sums stay in fp32
-    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider heads: flash attention
+    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider: not on all GPUs
     return torch.device('cuda', local_rank)
 
 
@@ -74,7 +73,7 @@ def synchronize(device):
 
 
 def leave_processes():
-    """Waits for the others: torchrun would end one that is still writing when another one has left."""
+    """Ends the process group, at the same time in all processes, as NCCL wants it."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -140,9 +140,9 @@ def test_four_runs_of_the_demo_are_shifted(fake):
 
 def test_the_variables_replace_the_lists_of_a_grid(fake):
     run, = fake.plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5',
-                     SEEDS='7', STEPS='40', DATA='d', OUT='o/x', FLAGS='--beta2=0.99  --seed=8')
+                     SEEDS='7', STEPS='40', DATA='d', OUT='o/x', FLAGS='--beta2=0.99  --log_every=8')
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
-    assert (run.seed, run.steps, run.data, run.beta2) == (7, 40, 'd', 0.99)
+    assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd', 0.99, 8)
     assert run.out == 'o/x/29M-tied-z_loss-lam3e-05-lr0.05-s7'
 
 
@@ -196,7 +196,8 @@ def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake):
 
 @pytest.mark.parametrize('wrong', [
     'METHODS= ', 'TYING=Tied', 'LRS=1e-2\r', 'LAMS=big', 'JOBS=a[$(touch pwned)]', 'JOBS=2\n3', 'NPROC=08',
-    'DATA=a b', 'DATA=/nowhere', 'OUT=a b', 'OUT=/dev/null/x', 'grid=none', 'grid=demo demo', 'SIZES=* tiny'])
+    'FLAGS=--eps 1 --lr 2', 'DATA=a b', 'DATA=/nowhere', 'OUT=a b', 'OUT=/dev/null/x', 'grid=none',
+    'grid=demo demo', 'SIZES=* tiny'])
 def test_what_is_wrong_is_refused_with_one_line_and_nothing_is_written(fake, wrong):
     name, value = wrong.split('=')
     before = times(fake.folder)
