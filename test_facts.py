@@ -1,6 +1,6 @@
 """
-The paper's Facts, every method's equation, and what the paper claims of its methods; in float64 unless
-rounding is the point.
+The paper's Facts, 1 to 3, and ours, 4 and 5; every method's equation, and what the paper claims of its
+methods. In float64 unless rounding is the point.
 
 Whoever adds a method adds its equation: to `equations`, and the tests over METHODS hold the head, plain and
 in chunks, its gradients and the evaluation to it; or, if it acts on the weights, to `test_each_step_...`.

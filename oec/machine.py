@@ -30,7 +30,7 @@ def set_up_machine(args, local_rank, world_size):
 
     if args.device == 'cpu':
         # Fresh memory costs a fifth of a small step: glibc keeps what is freed, torch asks for huge pages.
-        os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')
+        os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # torch reads it when it first allocates
         mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
         mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         mallopt(-1, -1)     # M_TRIM_THRESHOLD: never
@@ -47,7 +47,7 @@ def set_up_machine(args, local_rank, world_size):
 
 
 def refuse_different_processes(settings):
-    """Ends all processes if they would not train the same: they need the same command, data and folder."""
+    """Ends all processes if these settings, a dict, differ between them: they would not train one model."""
     if not dist.is_initialized():
         return
     everyone = [None] * dist.get_world_size()

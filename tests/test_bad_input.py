@@ -17,7 +17,7 @@ PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'ben
 
 # Flags -> what the line must contain. {bad} is the folder that the fixture `bad` makes.
 FLAGS = {'train': '''
-    --lr=1e33 -> --lr, 1e+32
+    --lr=1e33 -> --lr, 1e+30
     --lam=1 -> --lam, --method=baseline
     --method=weight_decay --lam=2 -> --lam=2, at most 1
     --cap=5 -> --cap, --method=baseline
