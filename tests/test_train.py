@@ -104,15 +104,15 @@ def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, monk
 @pytest.fixture
 def clock(monkeypatch):
     """
-    time.perf_counter as if a step took the next of `clock.steps` seconds. As on a GPU, the host goes on at
-    once and waits for the step when it synchronizes.
+    time.perf_counter as if a step took the next of `clock.steps` seconds, 1,000 more if it is to be compiled.
+    As on a GPU, the host goes on at once and waits for the step when it synchronizes.
     """
-    clock = SimpleNamespace(now=0, to_wait=0, steps=itertools.repeat(100))
+    clock = SimpleNamespace(now=0, to_wait=0, steps=itertools.repeat(100), compile={True: 1000, False: 1000})
     real_step = train.train_step
 
-    def train_step(*given, **named):
-        clock.to_wait += next(clock.steps)
-        return real_step(*given, **named)
+    def train_step(*given, with_logit_stats):
+        clock.to_wait += next(clock.steps) + clock.compile.pop(with_logit_stats, 0)
+        return real_step(*given, with_logit_stats)
 
     def synchronize(device):
         clock.now += clock.to_wait
@@ -124,19 +124,20 @@ def clock(monkeypatch):
     return clock
 
 
-def test_the_clock_has_the_steps_after_the_second_log_line_and_nothing_else(trained, clock, monkeypatch):
-    """An evaluation takes 10,000 s. The run that goes on times steps 11 to 30 and 51 to 60."""
+@pytest.mark.parametrize('log_every, untimed', [(1, 3), (2, 3), (10, 2)])
+def test_the_clock_has_steps_after_compilation_alone(trained, clock, monkeypatch, log_every, untimed):
+    """An evaluation takes 10,000 s. Only steps with statistics run at first if log_every is 1 or 2."""
     def evaluate(*given):
         machine.synchronize('cpu')
         clock.now += 10_000
         return 0.0
     monkeypatch.setattr(train, 'evaluate', evaluate)
-    flags = ('--steps=60', '--log_every=10', '--eval_every=15', '--keep_every=30')
+    flags = ('--steps=60', f'--log_every={log_every}', '--eval_every=15', '--keep_every=30')
     out = trained('run', *flags)
     rate = 4 * 32 / 100
     with open(f'{out}/log.jsonl') as file:
         rates = [entry['tokens_per_second'] for entry in map(json.loads, file) if 'loss' in entry]
-    assert rates == [None, None, *[rate] * 5]
+    assert rates == untimed * [None] + (len(rates) - untimed) * [rate]
     assert result_of(out)['train_seconds'] == 6000 and result_of(out)['tokens_per_second'] == rate
     os.unlink(f'{out}/result.json')
     os.rename(f'{out}/model_30.pt', f'{out}/ckpt.pt')
