@@ -10,7 +10,7 @@ import sys
 class UserError(Exception):
     """
     Ends a program with one line: status 2 for the user's input, 3 for a folder in use or done by now, 1 for a
-    network or disk that failed. Of several processes only the first prints it, unless `alone` is set.
+    network or disk that failed. Of a machine's processes the first prints it, or one that is `alone`.
     """
 
     def __init__(self, message, status=2, alone=False):

@@ -21,7 +21,7 @@ def default_dtype(device):
 def set_up_machine(args, local_rank, world_size):
     """Joins the other processes and returns the device of this one."""
     if world_size > 1:
-        dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')
+        dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')  # gloo: objects
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.deterministic:
@@ -32,8 +32,8 @@ def set_up_machine(args, local_rank, world_size):
         # Fresh memory costs a fifth of a small step: glibc keeps what is freed, torch asks for huge pages.
         os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # torch reads it when it first allocates
         mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
-        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        mallopt(-1, -1)     # M_TRIM_THRESHOLD: never
+        mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; an old glibc allows 32 MiB at most
+        mallopt(-1, -1)                           # M_TRIM_THRESHOLD: never
         # Despite their names these apply to a CPU, where plain bf16 products beat flash on short sequences.
         short = args.dtype == 'bfloat16' and args.block_size <= 1024
         torch.backends.cuda.enable_flash_sdp(not short)
