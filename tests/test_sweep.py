@@ -162,9 +162,9 @@ def test_each_run_has_its_own_gpus(fake, there, jobs, nproc, given):
     ('KILL', -9, '1'), ('INT', 130, '1'), ('TERM', 143, '2'), ('HUP', 129, '2')])
 def test_a_sweep_that_a_signal_ended_has_no_runs_left_and_resumes(fake, name, status, nproc):
     first = fake.start_and_hold(4, 2, NPROC=nproc)
-    if name == 'KILL':
-        os.killpg(int(fake.started()[0][1]), signal.SIGKILL)  # all of it, as when a machine goes down
     first.send_signal(getattr(signal, f'SIG{name}'))
+    if name == 'KILL':  # all of it, the script first, as when a machine goes down
+        os.killpg(int(fake.started()[0][1]), signal.SIGKILL)
     end(first, status)
     for run, *_ in fake.started():
         common.lock_folder(fake.out / run, wait=name == 'KILL').close()  # refused while the run is alive
