@@ -107,5 +107,5 @@ def swept(corpus, tmp_path_factory):
         if name.endswith(('.py', '.sh')) or name in ('analysis', 'oec'):
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='2e-2 1e-1',
-            STEPS='60', DATA=corpus, FLAGS='--test_tokens=8192')
+            STEPS='20', DATA=corpus, FLAGS='--test_tokens=8192')
     return Path(folder)
