@@ -41,10 +41,7 @@ def in_float64():
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_any_number_of_processes_makes_the_same_run(kind, corpus, tmp_path):
-    """
-    Five float64 steps: every value of the log and every weight is the same to 1e-12. The losses are those of
-    all ranks, so they also tell whether a rank had other sequences or weights.
-    """
+    """Five float64 steps: every value of the log, of all ranks, and every weight is the same to 1e-12."""
     for world, micro in MESHES:
         out = tmp_path / str(world)
         flags = [*MESH, *KINDS[kind], f'--micro_batch_size={micro}', f'--data={corpus}', f'--out={out}']
