@@ -166,7 +166,7 @@ def main(argv=None):
             write_json(meta_path, meta)
             if meta['tokens'] >= args.tokens:
                 break
-    print(f'{args.out}: {meta["tokens"]:,} of {args.tokens:,} training tokens, {meta["shards"]} shards')
+    print(f'{args.out}: {meta["tokens"]:,} training tokens, {meta["shards"]} shards')
 
 
 if __name__ == '__main__':
