@@ -34,7 +34,7 @@ def set_up_machine(args, local_rank, world_size):
         mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
         mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; an old glibc allows 32 MiB at most
         mallopt(-1, -1)                           # M_TRIM_THRESHOLD: never
-        # Despite their names these apply to a CPU, where plain bf16 products beat flash on short sequences.
+        # These rule a CPU too: plain bf16 products, which round the scores, beat flash on short sequences.
         short = args.dtype == 'bfloat16' and args.block_size <= 1024
         torch.backends.cuda.enable_flash_sdp(not short)
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(short)
@@ -57,7 +57,7 @@ def refuse_different_processes(settings):
         check(len(values) == 1, f'the processes differ in {name}: {", ".join(sorted(values))}')
 
 
-def join_processes(values):
+def gather_positions(values):
     """(..., N) of each process, N alike -> (..., N of all processes), in the order of their ranks."""
     if not dist.is_initialized():
         return values
