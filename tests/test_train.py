@@ -103,10 +103,7 @@ def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, monk
 
 @pytest.fixture
 def clock(monkeypatch):
-    """
-    time.perf_counter as if a step took the next of `clock.steps` seconds, 1,000 more if it is to be compiled.
-    As on a GPU, the host goes on at once and waits for the step when it synchronizes.
-    """
+    """The clock of a GPU on which a step takes the next of `steps` seconds, 1,000 more to compile it."""
     clock = SimpleNamespace(now=0, to_wait=0, steps=itertools.repeat(100), compile={True: 1000, False: 1000})
     real_step = train.train_step
 
