@@ -21,7 +21,7 @@ def default_dtype(device):
 def set_up_machine(args, local_rank, world_size):
     """Joins the other processes and returns the device of this one."""
     if world_size > 1:
-        dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')  # gloo: objects
+        dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')  # gloo: settings
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.deterministic:
