@@ -10,11 +10,12 @@ Models become statistics (analysis/measure.py), runs become csv files (runs.py),
 come the tables (tables.py), the figures (plots.py) and the page (report.py).
 """
 import argparse
+import html
 from importlib.util import find_spec
 from pathlib import Path
 
 from analysis import plots, report, runs, tables, theory
-from oec.common import check, lock_folder, number, parse_args, program
+from oec.common import check, lock_folder, number, parse_args, program, user_path
 
 
 def parser():
@@ -22,17 +23,19 @@ def parser():
                                 allow_abbrev=False)
     add = p.add_argument
     optional = [column for column in runs.RESULTS if column not in runs.REQUIRED]
-    add('runs', nargs='*', metavar='RUNS', help='run folders, or folders of them such as out/demo')
-    add('--results', metavar='FILE.csv', help='a csv of runs instead; it needs the columns '
+    add('runs', nargs='*', type=user_path, metavar='RUNS', help='run folders, or folders of them: out/demo')
+    add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead; it needs the columns '
         f'{", ".join(runs.REQUIRED)}, and may have {", ".join(optional)}')
-    add('--out', help='folder to write to (default results/<name of the sweep or csv>)')
+    add('--out', type=user_path, help='folder to write to (default: in results/, called like the input)')
     add('--theory', action='store_true', help="the paper's Figures 1, 6 and 7, which need no runs")
-    add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, hub names, NAME@REVISION")
-    add('--text', metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or .parquet files (column: '
-        "text); default: the source of Python's standard library")
+    add('--hf', nargs='+', type=user_path, metavar='MODEL', help='folders, hub names or NAME@REVISION of '
+        "others' models")
+    add('--text', type=user_path, metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or .parquet '
+        "files (column: text); default: the source of Python's standard library")
     add('--positions', type=number(0, whole=True), help='with --hf: tokens of --text (default 16384); 0: '
         'the output embeddings alone')
-    add('--center_to', metavar='NEW', help='with --hf: write the model with centered output embeddings there')
+    add('--center_to', type=user_path, metavar='NEW', help='with --hf: write the model with centered output '
+        'embeddings there')
     return p
 
 
@@ -65,30 +68,30 @@ def main(argv=None):
     # what there is; if it cannot be read, nothing is written
     left_out = []  # lines that say which runs, and why
     if args.runs:
-        found, left_out = runs.find(args.runs)
+        finished, left_out = runs.find(args.runs)
     if args.results:
         data = runs.read(args.results)
 
     items = []
     with lock_folder(out, wait=True):
         if args.runs:  # run folders -> csv files
-            runs.collect(found, out)
+            left_out += runs.collect(finished, out)
             data = runs.read(Path(out, 'results.csv'))
         if args.runs or args.results:  # csv files -> tables and figures
             all_runs, curves, distributions = data
             of_seeds = tables.lrs_of_seeds(all_runs)
             lrs = tables.lrs_rows(of_seeds)
-            made = tables.make(all_runs, lrs)
+            all_tables = tables.make(all_runs, lrs)
             runs.write_csv(Path(out, 'lrs.csv'), lrs)
-            report.write_text(Path(out, 'tables.md'), '\n'.join(map(report.markdown, made)))
-            items += plots.draw(all_runs, of_seeds, curves, distributions, out) + made
+            report.write_text(Path(out, 'tables.md'), '\n'.join(map(report.markdown, all_tables)))
+            items += plots.draw(all_runs, of_seeds, curves, distributions, out) + all_tables
         if args.theory:
             items += theory.draw(out)
         report.write_page(out, left_out, items)
 
     for item in items:
         if 'LRS' in item['title'] and 'rows' in item:  # of the tables, those that sum all up
-            print('', item['title'], report.for_terminal(item['rows']), sep='\n')
+            print('', html.unescape(item['title']), report.for_terminal(item['rows']), sep='\n')
     print('', *left_out, f'wrote {out}; open {Path(out, "report.html")} in a browser', sep='\n')
     return 0
 

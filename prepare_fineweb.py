@@ -3,12 +3,8 @@ Turns text into token shards for train.py. The same command resumes where it was
 
     python prepare_fineweb.py                         # FineWeb: 13.2 billion GPT-2 tokens, 26 GB
     python prepare_fineweb.py --source=pretokenized   # what the authors trained on: kjj0/fineweb100B-gpt2
-    python prepare_fineweb.py --source=local --files='texts/*.jsonl' --out=data/mine
+    python prepare_fineweb.py --source=local --files='texts/**/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib   # needs no network
-
-The authors' shards are their own data. The default tokenizes documents of the same corpus. Downloads
-are retried, but a hub that fails at the very start ends the program:
-    until python prepare_fineweb.py; do sleep 60; done
 """
 import argparse
 import glob
@@ -22,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from oec import sources
-from oec.common import check, lock_folder, number, parse_args, program, read_json, write_json
-from oec.data import read_shard, write_shard
+from oec.common import check, lock_folder, number, parse_args, program, read_json, user_path, write_json
+from oec.data import SHARD, read_shard, shard_length, write_shard
 
 NAMES = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}  # defaults of --name
 
@@ -33,15 +29,16 @@ def parser():
                                 allow_abbrev=False)
     add = p.add_argument
     shard_size = number(1, most=2**31 - 1, whole=True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'])
     add('--name', help='config of FineWeb (default sample-100BT), or dataset of pretokenized shards')
-    add('--files', help='a quoted glob of .txt, .jsonl or .parquet files (column: text) for --source=local')
-    add('--out', help='folder of the shards (default data/fineweb or data/stdlib; --source=local needs one)')
+    add('--files', type=user_path, help='quoted glob of .txt, .jsonl or .parquet (column: text) files')
+    add('--out', type=user_path, help='folder of the shards (default data/fineweb or data/stdlib)')
     add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='default gpt2; bytes works offline')
     add('--tokens', type=number(1, whole=True), default=13_200_000_000, help='to train on (default 13.2e9)')
     add('--val_tokens', type=shard_size, help='in the val shard (default 10.5e6, for local files 1e5)')
     add('--shard_tokens', type=shard_size, default=100_000_000, help='in a train shard (default 1e8, 200 MB)')
-    add('--workers', type=number(1, most=1024, whole=True), default=os.cpu_count(), help='tokenizing threads')
+    add('--workers', type=number(1, most=1024, whole=True), default=cores, help='tokenizing threads')
     return p
 
 
@@ -64,13 +61,11 @@ def load_encoder(name):
 def tokenize(texts, args):
     """(file, row, text) -> (file, row, tokens (n,) uint16). Threads suffice: both tokenizers free the GIL."""
     encode = load_encoder(args.tokenizer)
-
-    def encode_document(file, row, text):
-        return file, row, np.concatenate(encode(text), dtype=np.uint16, casting='unsafe')
-
     with ThreadPoolExecutor(args.workers) as pool:
         while batch := list(itertools.islice(texts, 1024)):
-            yield from pool.map(encode_document, *zip(*batch, strict=True))
+            encoded = pool.map(encode, [text for _, _, text in batch])
+            for (file, row, _), parts in zip(batch, encoded, strict=True):
+                yield file, row, np.concatenate(parts, dtype=np.uint16, casting='unsafe')
 
 
 def cut_shards(documents, args, meta):
@@ -85,23 +80,25 @@ def cut_shards(documents, args, meta):
                 yield buffer[:held], {'file': file, 'row': row, 'used': used}
                 held = 0
                 continue
-            part = tokens[used:used + size - held]
-            buffer[held:held + len(part)] = part
-            held += len(part)
-            used += len(part)
+            n = min(size - held, len(tokens) - used)
+            buffer[held:held + n] = tokens[used:used + n]
+            held, used = held + n, used + n
         used = 0
     check(meta['shards'], f'only {held:,} tokens, too few for --val_tokens={args.val_tokens} and training')
     yield buffer[:held], {'exhausted': True}
 
 
-def fetch_shards(names, args, meta):
+def fetch_shards(paths, args, meta):
     """Downloads published shards and yields each. The hub's client resumes one that was cut short."""
     from huggingface_hub import hf_hub_download
-    for name in names[meta['shards']:]:
-        with sources.naming(name, hub=True):
-            path = hf_hub_download(args.name, name, repo_type='dataset', revision=meta['revision'],
-                                   local_dir=args.out)
-        yield read_shard(path), {'exhausted': name == names[-1]}
+    for path in paths[meta['shards']:]:
+        with sources.naming(path, hub=True):
+            download = hf_hub_download(args.name, path, repo_type='dataset', revision=meta['revision'],
+                                       local_dir=f'{args.out}/.download')
+        shard_length(download)  # refuses what is not a whole shard before it stands where train.py looks
+        shard = f'{args.out}/{os.path.basename(path)}'
+        os.replace(download, shard)
+        yield read_shard(shard), {'exhausted': path == paths[-1]}
 
 
 def main(argv=None):
@@ -122,21 +119,21 @@ def main(argv=None):
     settings['vocab_size'] = 50257 if args.tokenizer == 'gpt2' else 257
     meta = {**settings, 'shards': 0, 'tokens': 0, 'file': 0, 'row': 0, 'used': 0, 'exhausted': False}
     meta_path = f'{args.out}/meta.json'
-    there = [read_shard(path) for path in glob.glob(f'{glob.escape(args.out)}/*.bin')]
-    if there or os.path.exists(meta_path):
-        found = read_json(meta_path)
-        other = [f'{key}={found.get(key)!r}' for key in settings if found.get(key) != settings[key]]
+    lengths = [shard_length(path) for path in glob.glob(f'{glob.escape(args.out)}/{SHARD.format("*")}')]
+    if lengths or os.path.exists(meta_path):
+        saved = read_json(meta_path)
+        other = [f'{key}={saved.get(key)!r}' for key in settings if saved.get(key) != settings[key]]
         check(not other, f'{meta_path} was made with {", ".join(other)}; choose another --out')
-        check(meta.keys() <= found.keys() and found['shards'] <= len(there),
+        check(meta.keys() <= saved.keys() and 0 <= len(lengths) - saved['shards'] <= 1,
               f'{meta_path} does not fit the shards; choose another --out')
-        meta = found
+        meta = saved
     if meta['exhausted'] or meta['tokens'] >= args.tokens:
         print(f'{args.out} is done: {meta["tokens"]:,} training tokens, {meta["shards"]} shards')
         return
 
     if ready:
-        meta['revision'], names = sources.published_shards(args.name, meta.get('revision'))
-        shards = fetch_shards(names, args, meta)
+        meta['revision'], paths = sources.published_shards(args.name, meta.get('revision'))
+        shards = fetch_shards(paths, args, meta)
     else:
         if local:
             paths = sources.local_files(args.files)
@@ -156,11 +153,10 @@ def main(argv=None):
         write_json(meta_path, meta)
         n_shards = 1 + math.ceil(args.tokens / args.shard_tokens)
         for shard, position in tqdm(shards, 'shards', n_shards, initial=meta['shards']):
-            name = 'val_000000'
             if meta['shards'] > 0:
-                name = f'train_{meta["shards"] - 1:06d}'
                 meta['tokens'] += len(shard)
             if not ready:
+                name = f'train_{meta["shards"] - 1:06d}' if meta['shards'] else 'val_000000'
                 write_shard(f'{args.out}/{args.source}_{name}.bin', shard)
             meta.update(position, shards=meta['shards'] + 1)
             write_json(meta_path, meta)

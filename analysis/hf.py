@@ -1,7 +1,10 @@
 """
 Measures the paper's quantities, and what BF16 costs, on causal language models that others trained, and along
-the checkpoints of a training. By Fact 2 a finished model can be centered without training (--center_to).
+the checkpoints of a training. By Fact 2 a finished model can be centered without training (--center_to). No
+code that comes with a model is run.
 """
+import contextlib
+import html
 import math
 import os
 import re
@@ -10,23 +13,79 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+import transformers
+from safetensors import safe_open
 from tqdm import tqdm
+from transformers.utils import cached_file
 
-from analysis import hub, measure, plots, report, runs
-from model import GPTConfig, head_loss, join_stats
+from analysis import measure, plots, report, runs
+from model import GPTConfig, chunked_head_loss, join_stats, summarize
 from oec import sources
-from oec.common import check, lock_folder
-from oec.head import chunked
+from oec.common import check, lock_folder, read_json
 
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
-SAYS = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
+CAPTION = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
         'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
+UNREADABLE = '--hf={}: not a causal language model that can be read'
+STEP = re.compile(r'(?<![a-z])(?:step|checkpoint|ckpt|iter)[-_=]?(\d+)(?![\w.])', re.IGNORECASE)
+transformers.logging.set_verbosity_error()
 
 
-def step_of(name):
-    """The step in a name such as NAME@step1000 or run/checkpoint-500, NaN if it has none."""
-    found = re.search(r'(?:step|checkpoint|ckpt)[-_]?(\d+)', name) or re.search(r'@\D*(\d+)', name)
-    return int(found[1]) if found else math.nan
+def place(name):
+    """FOLDER, NAME or NAME@REVISION -> the folder or hub name, and the options of from_pretrained."""
+    path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
+    return path, dict(revision=revision or 'main', trust_remote_code=False)
+
+
+def training_and_step(name):
+    """
+    What a model's name says of its training: a/checkpoint-500 -> (a, 500), b@stage1-step20-tokens1B ->
+    (b@stage1, 20). The step is in the last component of a folder or in the revision, else it is NaN.
+    """
+    path, options = place(name)
+    last = os.path.basename(path.rstrip('/')) if name == path else options['revision']
+    steps = list(STEP.finditer(last))
+    if not steps:
+        return name, math.nan
+    return name.rpartition(steps[-1][0])[0].rstrip('/@-_'), int(steps[-1][1])
+
+
+def load(name):
+    """The model of this name, in its own dtype, and its tokenizer."""
+    path, options = place(name)
+    with sources.naming(UNREADABLE.format(name)):
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype='auto', output_loading_info=True, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    check(not info['missing_keys'], f'--hf={name}: its files lack weights')
+    return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
+
+
+def load_output_embeddings(name):
+    """
+    E (V, H) of the model of this name. If its safetensors files have one tensor that can be E, no other is
+    read; if they have two, such as both of a tied pair, transformers decides, with the whole model.
+    """
+    path, options = place(name)
+    file_of = {}  # tensor name -> file
+    with sources.naming(UNREADABLE.format(name)):
+        with torch.device('meta'):
+            shapes = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.from_pretrained(path, **options))
+        with contextlib.suppress(OSError):  # if there are several files
+            file_of = read_json(cached_file(path, 'model.safetensors.index.json', **options))['weight_map']
+        with contextlib.suppress(OSError):  # if there is one
+            with safe_open(cached_file(path, 'model.safetensors', **options), 'pt') as file:
+                file_of = dict.fromkeys(file.keys(), 'model.safetensors')
+    E = shapes.get_output_embeddings().weight
+    names = [key for key, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
+    keys = [key for key in file_of  # a file may leave out the first part of a name
+            if any(f'.{whole}'.endswith(f'.{key}') for whole in names)]
+    if len(keys) == 1:
+        with sources.naming(UNREADABLE.format(name)):
+            with safe_open(cached_file(path, file_of[keys[0]], **options), 'pt') as file:
+                return file.get_tensor(keys[0])
+    return load(name)[0].get_output_embeddings().weight
 
 
 def final_states(model, tokens):
@@ -39,67 +98,72 @@ def head_config(name, model):
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     E = model.get_output_embeddings().weight
     tokens = torch.arange(min(16, len(E)), device=E.device)[None]
-    theirs = model(input_ids=tokens, use_cache=False).logits[0].float()
-    ours = final_states(model, tokens) @ E.float().T
+    expected = model(input_ids=tokens, use_cache=False).logits[0].float()
+    logits = final_states(model, tokens) @ E.float().T
     if cap:
-        ours = cap * torch.tanh(ours / cap)
-    near = 1e-4 if E.dtype == torch.float32 else 4 * torch.finfo(E.dtype).eps
-    check((ours - theirs).abs().max() <= near * theirs.abs().max(), f'--hf={name}: its logits are not output '
-          'embedding times final hidden state; what is between is not understood')
-    return GPTConfig(head_mode='soft_capping' if cap else 'baseline', cap=cap or 1.0, logits_dtype='bfloat16')
+        logits = cap * torch.tanh(logits / cap)
+    tolerance = 1e-4 if E.dtype == torch.float32 else 4 * torch.finfo(E.dtype).eps
+    check((logits - expected).abs().max() <= tolerance * expected.abs().max(), f'--hf={name}: its logits are '
+          'not output embedding times final hidden state; what is between is not understood')
+    return GPTConfig(cap=cap, logits_dtype='bfloat16')
+
+
+def first_tokens(tokenizer, text, n):
+    """At least n tokens of a text, if it has so many, without tokenising all of a long one."""
+    length = 8 * n  # characters
+    tokens = tokenizer(text[:length])['input_ids']
+    while len(tokens) < n and length < len(text):
+        length *= 2
+        tokens = tokenizer(text[:length])['input_ids']
+    return tokens
 
 
 def read_windows(model, tokenizer, pattern, n):
     """At least n tokens, if there are so many, of the text that `pattern` names: (windows, length + 1)."""
-    most = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
-    length = min(WINDOW, most, n)
-    wanted = -(-n // length)  # windows
+    max_length = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
+    length = min(WINDOW, max_length, n)
+    n_tokens = -(-n // length) * (length + 1)  # in whole windows
     paths = sources.local_files(pattern, '--text') if pattern else sources.stdlib_files()
     tokens = []
     for _, _, text in sources.read_texts(paths):
-        tokens += tokenizer(text)['input_ids']
-        if len(tokens) >= wanted * (length + 1):
+        tokens += first_tokens(tokenizer, text, n_tokens - len(tokens))
+        if len(tokens) >= n_tokens:
             break
-    wanted = min(wanted, len(tokens) // (length + 1))
-    check(wanted > 0, f'--text={pattern}: the text has fewer than {length + 1} tokens')
-    return torch.tensor(tokens[:wanted * (length + 1)]).view(wanted, length + 1)
-
-
-def of_embeddings(E):
-    """E (V, H) in fp32 -> what models.csv says of it."""
-    return {'V': len(E), 'H': E.size(1), 'mu_norm': E.mean(dim=0).norm().item(),
-            'mean_share': measure.mean_share(E).item(), 'r_emb': measure.norm_ratios(E).mean().item()}
+    n_tokens = min(n_tokens, len(tokens) // (length + 1) * (length + 1))
+    check(n_tokens, f'--text={pattern}: the text has fewer than {length + 1} tokens')
+    return torch.tensor(tokens[:n_tokens]).view(-1, length + 1)
 
 
 @torch.no_grad()
 def measure_model(name, args):
     """Loads, measures and, if asked to, centers a model -> its row of models.csv."""
-    row = {'model': Path(name).name, 'step': step_of(name)}
+    training, step = training_and_step(name)
+    row = {'model': name, 'training': training, 'step': step}
     if args.positions == 0:
-        return {**row, **of_embeddings(hub.load_output_embeddings(name).float())}
+        E = load_output_embeddings(name).float()
+        return {**row, 'V': len(E), 'H': E.size(1), **measure.of_embeddings(E)}
 
-    model, tokenizer = hub.load(name)
+    model, tokenizer = load(name)
     config = head_config(name, model)
-    capped = config.head_mode == 'soft_capping'
-    check(not (capped and args.center_to), f'--center_to={args.center_to}: the logits of {name} are capped, '
-          'and centering would change their probabilities')
+    check(not (config.cap and args.center_to), f'--center_to={args.center_to}: the logits of {name} are '
+          'capped, and centering would change their probabilities')
     in_fp32 = replace(config, logits_dtype='float32')
-    head = chunked(head_loss)
     E = model.get_output_embeddings().weight.float()
     mu = E.mean(dim=0)
     windows = read_windows(model, tokenizer, args.text, args.positions or POSITIONS)
     parts = []
     for window in tqdm(windows.to(E.device), unit='windows', disable=None):
         h, targets = final_states(model, window[None, :-1]), window[1:]
-        found = measure.statistics(h, E, targets, config)
-        found['bf16'] = found.pop('loss')
-        found['fp32'] = head(h, E, targets, in_fp32, with_logit_stats=False)[1]['loss']
-        if not capped:
-            found['bf16_centered'] = head(h, E - mu, targets, config, with_logit_stats=False)[1]['loss']
-        parts.append({name: values.cpu() for name, values in found.items()})
-    means = {name: values.double().mean().item() for name, values in join_stats(parts).items()}
-    row |= {**of_embeddings(E), 'positions': windows[:, 1:].numel(), **means,
-            'cost': means['bf16'] - means['fp32']}
+        stats = measure.statistics(h, E, targets, config)
+        stats['bf16'] = stats.pop('loss')
+        stats['fp32'] = chunked_head_loss(h, E, targets, in_fp32, with_stats=False)[1]['loss']
+        if not config.cap:
+            centered = chunked_head_loss(h, E - mu, targets, config, with_stats=False)
+            stats['bf16_centered'] = centered[1]['loss']
+        parts.append({name: values.double().cpu() for name, values in stats.items()})
+    numbers = summarize(join_stats(parts), E)
+    row |= {'V': len(E), 'H': E.size(1), **measure.of_embeddings(E), 'positions': windows[:, 1:].numel(),
+            **numbers, 'cost': numbers['bf16'] - numbers['fp32']}
     if args.center_to:  # last: it changes the model
         center(name, args.center_to, model, tokenizer)
     return row
@@ -119,14 +183,15 @@ def center(name, new, model, tokenizer):
 
 
 def main(args):
-    right = len(args.hf) == 1 and args.positions != 0 and not os.path.exists(args.center_to or '')
-    check(not args.center_to or right,
+    ok = len(args.hf) == 1 and args.positions != 0 and not os.path.exists(args.center_to or '')
+    check(not args.center_to or ok,
           f'--center_to={args.center_to}: should be a new folder, for one model, without --positions=0')
     measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
-    rows = measured.dropna(axis='columns', how='all').set_index('model').map('{:.5g}'.format)
+    shown = measured.drop(columns='training').dropna(axis='columns', how='all')
+    rows = shown.set_index(shown.model.map(html.escape)).drop(columns='model').map('{:.5g}'.format)
     rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
-    items = [dict(title='Output embeddings and logits', where='Section 3', rows=rows, says=SAYS)]
-    out = args.out or Path('results', measured.model[0])
+    items = [dict(title='Output embeddings and logits', where='Section 3', rows=rows, caption=CAPTION)]
+    out = args.out or Path('results', 'hf-' + args.hf[0].replace('/', '--'))
     with lock_folder(out, wait=True):
         runs.write_csv(Path(out, 'models.csv'), measured)
         by_step = plots.drift(measured)

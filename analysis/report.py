@@ -1,9 +1,10 @@
 """
 Tables as Markdown, and report.html: figures and tables on one page that needs no other file. Both are made of
-items, dicts with a title, where (the place in the paper), says (what is shown), and rows or an image file.
+items, dicts with a title, where (the place in the paper), a caption, and rows or an image file. All is HTML.
 """
 import base64
 import html
+import re
 from pathlib import Path
 
 from oec.common import write_atomic
@@ -25,21 +26,24 @@ PAGE = """<!doctype html>
 """
 
 
-def caption(item):
+def full_caption(item):
     """What is shown, and where it is in the paper."""
-    return f'{item["says"]} ({item["where"]})' if item['where'] else item['says']
+    return f'{item["caption"]} ({item["where"]})' if item['where'] else item['caption']
 
 
 def markdown(table):
-    rows = table['rows']
+    def escape(text):
+        return re.sub(r'([\\`*|~$\[\]]|\b_|_\b)', r'\\\1', text)
+    rows = table['rows'].map(escape).rename(columns=escape)
     align = ['left'] + ['right'] * (rows.shape[1] - 1)
     grid = rows.to_markdown(index=False, disable_numparse=True, colalign=align)
-    return f'### {table["title"]}\n\n{grid}\n\n{caption(table)}\n'
+    return f'### {escape(table["title"])}\n\n{grid}\n\n{full_caption(table)}\n'
 
 
 def for_terminal(rows):
-    """The rows of a table without tags, what is small in parentheses."""
-    return rows.replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True).to_string(index=False)
+    """The rows of a table as plain text, what is small in parentheses."""
+    rows = rows.replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True).map(html.unescape)
+    return rows.rename(columns=html.unescape).to_string(index=False)
 
 
 def write_text(path, text):
@@ -50,14 +54,14 @@ def write_page(out, left_out, items):
     """Writes report.html; `left_out` are lines about runs that are not in it."""
     body = []
     for i, item in enumerate(items):
-        body.append(f'<h2 id="{i}">{item["title"]}</h2>\n<p>{caption(item)}</p>')
+        body.append(f'<h2 id="{i}">{item["title"]}</h2>\n<p>{full_caption(item)}</p>')
         if 'rows' in item:
             body.append('<div>' + item['rows'].to_html(index=False, escape=False, border=0) + '</div>')
         else:
             image = base64.b64encode(Path(item['file']).read_bytes()).decode()
             body.append(f'<img src="data:image/png;base64,{image}" alt="{item["title"]}">')
     links = '<br>\n'.join(f'<a href="#{i}">{item["title"]}</a>' for i, item in enumerate(items))
-    title = f'{Path(out).resolve().name}: output embedding centering'
+    title = f'{html.escape(Path(out).resolve().name)}: output embedding centering'
     notes = '<br>\n'.join(map(html.escape, left_out))
     write_text(Path(out, 'report.html'),
                PAGE.format(title=title, left_out=notes, links=links, body='\n'.join(body)))

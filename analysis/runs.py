@@ -8,7 +8,6 @@ Run folders and csv files. All tables and figures are made from three csv files,
 """
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -18,65 +17,54 @@ from analysis import measure
 from model import METHODS, SIZES
 from oec.common import UserError, check, read_json, write_atomic
 
-PLAIN = r'(?!_)[^<>|$"`*\\\x00-\x1f]+'  # words that mean nothing special in HTML, Markdown or a formula
-# What a cell should be, and a function that says which cells of a column are.
-WORDS = 'plain words', lambda words: words.map(lambda word: bool(re.fullmatch(PLAIN, word))).astype(bool)
-NUMBER = 'a number', lambda x: x.notna()
-ABOVE_0 = 'a number above 0', lambda x: x > 0
-FROM_0 = 'a number from 0', lambda x: x >= 0
-FLAG = '0 or 1', lambda x: x.isin([0, 1])
-RESULTS = {  # column -> what its cells should be, unless they are empty, which means unknown
-    'run': WORDS, 'method': WORDS, 'size': WORDS, 'n_params': ABOVE_0, 'weight_tying': FLAG, 'lam': FROM_0,
-    'cap': ABOVE_0, 'lr': ABOVE_0, 'seed': FROM_0, 'steps': ABOVE_0, 'dtype': WORDS, 'logits_dtype': WORDS,
-    'mu_shift': FROM_0, 'init_from': WORDS,
-    'init_loss': ABOVE_0, 'test_loss': NUMBER, 'diverged': FLAG, 'diverged_step': FROM_0,
-    'mu_norm': FROM_0, 'mean_share': FROM_0, 'logit_mean': NUMBER, 'logit_mean_spread': FROM_0,
-    'logit_std': FROM_0, 'logit_absmax': FROM_0, 'logit_max': FROM_0,
-    'cos_mu_h': NUMBER, 'r_emb': FROM_0, 'r_cos': FROM_0, 'r_log': FROM_0,
-    'r_emb_below_1': FROM_0, 'r_cos_below_1': FROM_0, 'r_log_below_1_too': FROM_0,
-    'train_seconds': FROM_0, 'tokens_per_second': FROM_0, 'device': WORDS}
+RESULTS = [
+    'run', 'method', 'size', 'n_params', 'weight_tying', 'lam', 'cap', 'lr', 'seed', 'steps', 'dtype',
+    'logits_dtype', 'mu_shift', 'init_from', 'init_loss', 'test_loss', 'diverged', 'diverged_step', 'mu_norm',
+    'mean_share', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max', 'cos_mu_h',
+    'r_emb', 'r_cos', 'r_log', 'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds',
+    'tokens_per_second', 'device']
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
-CURVES = {'run': WORDS, 'step': NUMBER, 'loss': NUMBER, 'lr_step': NUMBER, 'mu_norm': NUMBER,
-          'logit_mean': NUMBER, 'logit_absmax': NUMBER}
-DISTRIBUTIONS = {'run': WORDS, 'quantity': WORDS, **dict.fromkeys(measure.SUMMARY, NUMBER)}
+CURVES = ['run', 'step', 'loss', 'lr', 'mu_norm', 'logit_mean', 'logit_absmax']
+DISTRIBUTIONS = ['run', 'quantity', *measure.SUMMARY]
+WORDS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device', 'quantity'}  # else numbers
 # What the rows of curves.csv and distributions.csv get from results.csv when they are read.
-OF_A_RUN = ['run', 'variant', 'usual', 'size', 'weight_tying', 'method', 'lam', 'lr', 'seed', 'diverged']
+RUN_COLUMNS = ['run', 'variant', 'in_paper_setting', 'size', 'weight_tying', 'method', 'lam', 'lr', 'seed',
+               'diverged']
+TYING = {0: 'untied', 1: 'tied'}
 
 
-def parse(cells, columns, required):
-    """
-    A DataFrame of strings, whose index says where each row is from -> the same with these columns alone, as
-    words and numbers, NaN for what is unknown or not finite. UserError names the first wrong cell.
-    """
-    cells = cells.reindex(columns=list(columns), fill_value='').apply(lambda column: column.str.strip())
-    for column, (kind, test) in columns.items():
-        words = cells[column].str.lower().replace({'true': '1', 'false': '0'})
-        values = words
-        if test != WORDS[1]:
-            values = pd.to_numeric(words, errors='coerce').replace([math.inf, -math.inf], math.nan)
-            cells[column] = values
-        right = test(values)
-        if column == 'test_loss':  # that of a run that diverged need not be finite
-            right |= words.isin(['nan', 'inf', '-inf'])
-        elif column not in required:
-            right |= words.isin(['', 'nan', 'inf', '-inf'])
-        if not right.all():
-            where = right.idxmin()
-            raise UserError(f'{where}: {column} should be {kind}, is {words[where]!r}')
-    return cells
+def check_cells(ok, column, wanted):
+    """UserError that names the first cell of a column (n,) where `ok` (n,) is false, by its row's index."""
+    if not ok.all():
+        raise UserError(f'{ok.idxmin()}: {column.name} should be {wanted}, is {column[ok.idxmin()]!r}')
 
 
 def read_csv(path, columns, required):
-    """These columns of a csv file, as `parse` returns them. UserError if it is not such a file."""
+    """
+    These columns of a csv file, words and numbers, NaN for what is unknown or not finite; the index says the
+    line. UserError if it is not such a file, which names the first wrong cell.
+    """
     try:
-        cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig').fillna('')
+        cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig',
+                            skip_blank_lines=False).fillna('')
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         raise UserError(f'{path}: not readable as csv ({error})') from error
-    missing = [column for column in required if column not in cells]
+    missing = [name for name in required if name not in cells]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(required)}')
     check(isinstance(cells.index, pd.RangeIndex), f'{path}: a row has more cells than the first row')
     cells.index = [f'{path} line {i}' for i in range(2, len(cells) + 2)]
-    return parse(cells, columns, required)
+    cells = cells[(cells != '').any(axis=1)].reindex(columns=columns, fill_value='')
+    cells = cells.apply(lambda column: column.str.strip())
+    for name in columns:
+        column = cells[name]
+        if name not in WORDS:
+            unknown = column.str.lower().isin(['', 'nan', 'inf', '-inf'])
+            values = pd.to_numeric(column.str.lower().replace({'true': '1', 'false': '0'}), errors='coerce')
+            check_cells(values.notna() | unknown, column, 'a number')
+            cells[name] = values.replace([math.inf, -math.inf], math.nan)
+        if name in required:  # test_loss, which is nan if the run diverged, must not be empty either
+            check_cells(column != '', column, 'given')
+    return cells
 
 
 def write_csv(path, rows, float_format=None):
@@ -91,7 +79,7 @@ RISEN = 0.5    # nats
 def diverged(test_loss, init_loss, curve=None, lines=20, windows=20):
     """
     Whether a run diverged -> (1, 0, or NaN for unknown; the step where it shows, or NaN). The rule is ours,
-    the paper gives none. `curve` is the training log, if there is one, with step, loss and lr_step.
+    the paper gives none. `curve` is the training log, if there is one, with step, loss and lr.
 
     A run diverged if a loss or weight was not finite, so that it has no test loss; if it ends less than
     LEARNED below its loss at initialisation; or if the median training loss of a window after warm-up is more
@@ -105,7 +93,7 @@ def diverged(test_loss, init_loss, curve=None, lines=20, windows=20):
 
     n = 0  # the number of windows
     if has_log:
-        warmed_up = curve[curve.step > curve.step[curve.lr_step.idxmax()]]
+        warmed_up = curve[curve.step > curve.step[curve.lr.idxmax()]]
         n = min(windows, len(warmed_up) // lines)
     if n > 0:
         window = np.arange(len(warmed_up)) * n // len(warmed_up)
@@ -126,33 +114,60 @@ NAMES = {  # a method that is not here is called what METHODS calls it
 
 
 def variant(run):
-    """What tables and figures call the method of a run: its name, and what is not usual about it."""
-    words = NAMES.get(run.method, run.method)
+    """What tables and figures call the method of a run: its name, and where it leaves the paper's setting."""
+    name = NAMES.get(run.method, run.method)
     if run.lam >= 0 and run.lam != METHODS.get(run.method):
-        words += f' λ={run.lam:g}'
+        name += f' λ={run.lam:g}'
+    if run.own_cap:
+        name += f', cap {run.cap:g}'
     if run.mu_shift > 0:
-        words += f', shift {run.mu_shift:g}'
+        name += f', shift {run.mu_shift:g}'
     if run.fp32_head:
-        words += ', fp32 head'
+        name += ', fp32 head'
     if run.init_from:
-        words += f', from {run.init_from}'
-    return words
+        name += f', from {run.init_from}'
+    return name
+
+
+def plain_name(rows):
+    """The variants of the rows without their λ."""
+    return rows.variant.str.replace(r' λ=\S+', '', regex=True)
+
+
+def at_default_lam(rows):
+    """Where a method has its default λ, without its rows of other λ: Table 4 and Figure 8 are for these."""
+    is_default = ~rows.variant.str.contains('λ=')
+    has_default = is_default.groupby([rows.method, rows['size']]).transform('any')
+    return rows[is_default | ~has_default]
+
+
+def worst(diverged):
+    """Of several runs: 1 if one diverged, 0 if none did, NaN if that is unknown."""
+    return 1 if (diverged == 1).any() else diverged.max(skipna=False)
 
 
 def complete(runs, path):
     """
-    Fills in what an empty cell means; adds the columns variant, usual (from scratch, without a shift, as the
-    paper's tables have it) and capped_loss (as LRS counts it); sorts as the paper does.
+    Fills in what an empty cell means; adds the columns variant, in_paper_setting (from scratch, without a
+    shift or a cap of its own) and capped_loss (as LRS counts it); sorts as the paper does.
     """
+    check_cells(runs.lr > 0, runs.lr, 'above 0')
+    check_cells(runs.weight_tying.isin([0, 1]), runs.weight_tying, '0 or 1')
+    check_cells(runs.diverged.isin([0, 1]) | runs.diverged.isna(), runs.diverged, '0 or 1')
+    check_cells(~(runs.lam < 0), runs.lam, 'at least 0')
+    for name in ('lr', 'lam'):  # they are one if they are written alike: 0.3 and 0.30000000000000004
+        runs[name] = runs[name].map('{:g}'.format).astype(float)
     default_lam = runs.method.map(METHODS).astype(float)
     has_no_lam = runs.method.isin(METHODS) & default_lam.isna()  # whatever the csv says
     runs['lam'] = runs.lam.fillna(default_lam).mask(has_no_lam)
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
 
-    in_fp32 = runs.logits_dtype == 'float32'
-    runs['fp32_head'] = in_fp32 & (runs.logits_dtype == 'bfloat16').any()  # unusual only beside BF16
+    runs['own_cap'] = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
+    beside_bf16 = (runs.logits_dtype == 'bfloat16').any()
+    runs['fp32_head'] = (runs.logits_dtype == 'float32') & beside_bf16  # else it is nothing unusual
     runs['variant'] = [variant(run) for run in runs.itertuples()]
-    runs['usual'] = (runs.mu_shift == 0) & (runs.init_from == '') & ~runs.fp32_head
+    runs['in_paper_setting'] = (
+        (runs.mu_shift == 0) & (runs.init_from == '') & ~runs.own_cap & ~runs.fp32_head)
 
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
     lost = runs.capped_loss.isna() & (runs.init_from == '')
@@ -163,7 +178,7 @@ def complete(runs, path):
     twice = runs[runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed'])]
     if len(twice):
         run = twice.iloc[0]
-        raise UserError(f'{path}: {run.variant} {run["size"]} with lr={run.lr:g} and seed={run.seed:g} is '
+        raise UserError(f'{path}: {run.variant} {run["size"]} with lr={run.lr:g} and seed={run.seed:.0f} is '
                         'there twice; runs that differ in anything else should be analysed apart')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}
     by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
@@ -181,15 +196,16 @@ def read(path):
     def beside(name, columns):
         file = path.with_name(name)
         there = path.name == 'results.csv' and file.exists()
-        rows = read_csv(file, columns, ['run']) if there else pd.DataFrame(columns=list(columns))
-        return runs[OF_A_RUN].merge(rows, on='run')
-    return runs, beside('curves.csv', CURVES), beside('distributions.csv', DISTRIBUTIONS)
+        rows = read_csv(file, columns, ['run']) if there else pd.DataFrame(columns=columns)
+        return runs[RUN_COLUMNS].merge(rows, on='run')
+    curves = beside('curves.csv', [name for name in CURVES if name != 'lr'])  # the run's lr, not a step's
+    return runs, curves, beside('distributions.csv', DISTRIBUTIONS)
 
 
 def find(folders):
     """
-    The finished runs in or right below `folders` -> (their settings and results as `parse` returns them, with
-    the folders as index; lines that name those not finished). UserError if none is finished.
+    The finished runs in or right below `folders` -> (folder -> its settings and results, a dict; lines that
+    name those not finished). UserError if none is finished.
     """
     files = []
     for folder in map(Path, folders):
@@ -197,45 +213,51 @@ def find(folders):
         files += [*folder.glob('config.json'), *folder.glob('*/config.json')]
 
     runs, left_out = {}, []
-    for folder in sorted(file.parent for file in files):
+    for folder in sorted({file.parent for file in files}):
         if not (folder / 'result.json').exists():
             left_out.append(f'not finished: {folder}')
             continue
         run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
-        run['device'] = run.get('device_name')  # the name of the GPU, not the flag
-        runs[folder] = {name: '' if value is None else str(value) for name, value in run.items()}
+        run |= {'run': folder.name, 'device': run.get('device_name')}  # the name of the GPU, not the flag
+        twice = [other for other in runs if other.name == folder.name]
+        check(not twice, f'{folder} has the same name as {"".join(map(str, twice))}')
+        runs[folder] = {name: math.nan if value is None else value for name, value in run.items()}
     check(runs, '; '.join(left_out) or f'{" ".join(folders)}: no run in there')
-
-    rows = parse(pd.DataFrame.from_dict(runs, 'index').fillna(''), RESULTS, REQUIRED)
-    rows['run'] = [folder.name for folder in rows.index]
-    twice = rows.run[rows.run.duplicated()]
-    check(twice.empty, f'there are two runs of the name {", ".join(twice)}')
-    return rows, left_out
+    return runs, left_out
 
 
-def training_curve(folder, most=1000):
-    """The training lines of a run's log, at most so many of them, the last for sure: columns CURVES."""
-    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    log = pd.DataFrame([line for line in log if 'lr' in line])
-    every = max(1, math.ceil(len(log) / most))
-    log = log.iloc[(len(log) - 1) % every::every]
-    return log.rename(columns={'lr': 'lr_step'}).assign(run=folder.name).reindex(columns=list(CURVES))
+def training_curve(folder, n=1000):
+    """The training lines of a run's log, at most n of them, the last for sure: columns CURVES."""
+    path = folder / 'log.jsonl'
+    try:
+        log = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f'{path}: not readable as lines of JSON ({error})') from error
+    log = pd.DataFrame([line for line in log if 'loss' in line])
+    every = max(1, math.ceil(len(log) / n))
+    return log.iloc[(len(log) - 1) % every::every].assign(run=folder.name).reindex(columns=CURVES)
 
 
 def collect(runs, out):
-    """Measures the models of the runs that `find` found and writes the csv files."""
-    rows, curves, distributions = [], [], []
-    for i, (folder, row) in enumerate(runs.iterrows(), 1):
+    """
+    Measures the models of the runs that `find` found and writes the csv files. Returns lines that say what is
+    missing, and of which runs.
+    """
+    rows, curves, distributions, missing = [], [], [], {}
+    for i, (folder, run) in enumerate(runs.items(), 1):
         print(f'{i} of {len(runs)}: {folder}', flush=True)
         curve = training_curve(folder)
-        found = measure.of_run(folder)
-        row['diverged'], row['diverged_step'] = diverged(row.test_loss, row.init_loss, curve)
-        rows.append({**row, **found['numbers']})
+        measured, reason = measure.of_run(folder)
+        run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
+        rows.append({**run, **measured['numbers']})
         curves.append(curve)
-        for quantity, numbers in found['distributions'].items():
+        for quantity, numbers in measured['distributions'].items():
             distributions.append({'run': folder.name, 'quantity': quantity, **numbers})
-    rows = pd.DataFrame(rows).reindex(columns=list(RESULTS))
+        if reason:
+            missing.setdefault(reason, []).append(folder.name)
+    rows = pd.DataFrame(rows).reindex(columns=RESULTS)
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell would be an error
     write_csv(Path(out, 'results.csv'), rows)
     write_csv(Path(out, 'curves.csv'), pd.concat(curves), '%.7g')  # enough for a plot
-    write_csv(Path(out, 'distributions.csv'), pd.DataFrame(distributions))
+    write_csv(Path(out, 'distributions.csv'), pd.DataFrame(distributions, columns=DISTRIBUTIONS))
+    return [f'{reason}: {", ".join(names)}' for reason, names in missing.items()]

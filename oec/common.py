@@ -1,5 +1,6 @@
 """What every program needs: errors as one line, flags that are numbers, files written whole, locks."""
 import argparse
+import contextlib
 import fcntl
 import json
 import math
@@ -9,8 +10,8 @@ import sys
 
 class UserError(Exception):
     """
-    Ends a program with one line: status 2 for the user's input, 3 for a folder in use or done by now, 1 for a
-    network or disk that failed. Of a machine's processes the first prints it, or one that is `alone`.
+    Ends a program with one line: status 2 for what the user gave, 1 for a network or a disk that failed. Of
+    several processes the first on each machine prints it, or one that is `alone` with it.
     """
 
     def __init__(self, message, status=2, alone=False):
@@ -19,18 +20,20 @@ class UserError(Exception):
         self.alone = alone
 
 
-def check(right, message, status=2):
-    """Raises UserError unless `right` holds."""
-    if not right:
-        raise UserError(message, status)
+def check(ok, message):
+    """Raises UserError unless `ok`."""
+    if not ok:
+        raise UserError(message)
 
 
-def program(main):
+def program(main, prints_errors=True):
     """Calls main(argv) as the program. A UserError becomes a line, Ctrl-C status 130, a bug a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors='backslashreplace')  # a locale may lack a letter such as λ
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        if error.alone or os.environ.get('LOCAL_RANK', '0') == '0':
+        if prints_errors or error.alone:
             print(f'error: {error}', file=sys.stderr, flush=True)
         sys.exit(error.status)
     except KeyboardInterrupt:
@@ -54,15 +57,20 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whol
             value = float(text)
         except ValueError:
             value = math.nan
-        right = math.isfinite(value) and least <= value <= most and above < value < below
-        if not right or (whole and not value.is_integer()):
+        ok = math.isfinite(value) and least <= value <= most and above < value < below
+        if not ok or (whole and not value.is_integer()):
             raise argparse.ArgumentTypeError(f'should be {wanted}, is {text!r}')
         return int(value) if whole else value
     return parse
 
 
+def user_path(text):
+    """An argparse type: a path, where ~ is the home folder. A shell leaves it in --out=~/runs."""
+    return os.path.expanduser(text)
+
+
 def write_atomic(path, write):
-    """write(file) fills a temporary binary file, which then replaces `path`: readers see one or the other."""
+    """Atomic write: write(file) fills a temp file, fsync, rename. Readers never see a partial file."""
     temporary = f'{path}.tmp'
     try:
         with open(temporary, 'wb') as file:
@@ -70,11 +78,12 @@ def write_atomic(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        folder = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
-        os.fsync(folder)  # or a power cut could undo the rename
-        os.close(folder)
     except OSError as error:
-        raise UserError(f'{path}: cannot be written ({error.strerror})', status=1, alone=True) from error
+        raise UserError(f'{path}: cannot be written ({error.strerror})', status=1) from error
+    folder = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
+    with contextlib.suppress(OSError):  # not every file system can do it
+        os.fsync(folder)  # or a power cut could undo the rename
+    os.close(folder)
 
 
 def write_json(path, value):
@@ -98,9 +107,13 @@ def lock_folder(path, wait=False):
     try:
         os.makedirs(path, exist_ok=True)
         file = open(os.path.join(path, '.lock'), 'a')
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError as error:
-        raise UserError(f'{path}: another process is working in this folder', status=3) from error
     except OSError as error:
         raise UserError(f'cannot write in the folder {path}: {error.strerror}') from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError as error:
+        raise UserError(f'{path}: another process is working in this folder', status=1) from error
+    except OSError as error:
+        print(f'{path}: this file system has no locks ({error.strerror}): start no second process there',
+              file=sys.stderr, flush=True)
     return file

@@ -1,9 +1,6 @@
 """
-Token shards and the batch order.
-
-A shard is the .bin format of llm.c and modded-nanogpt: 256 little-endian int32 (magic, version, number of
-tokens, zeros), then the tokens as uint16. A folder holds NAME_train_%06d.bin and NAME_val_%06d.bin, and
-meta.json if prepare_fineweb.py made it.
+Token shards, NAME_train_%06d.bin and NAME_val_%06d.bin, as modded-nanogpt has them and llm.c for GPT-2: 256
+little-endian int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
 A training batch is a pure function of (seed, step), whatever the processes and the micro-batch. Shards are
 cut into consecutive windows of block_size + 1 tokens, which overlap by one. Each epoch visits every window
@@ -19,6 +16,7 @@ import numpy as np
 from oec.common import UserError, check, read_json, write_atomic
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
+SHARD = '*_{}_' + 6 * '[0-9]' + '.bin'  # .format('val') matches the names of val shards
 
 
 def write_shard(path, tokens):
@@ -26,24 +24,26 @@ def write_shard(path, tokens):
     tokens = np.asarray(tokens)
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 2**16:
         raise ValueError('shards hold tokens from 0 to 65535')
-    header = np.zeros(HEADER, '<i4')
-    header[:3] = MAGIC, VERSION, len(tokens)
-    tokens = np.ascontiguousarray(tokens, '<u2')  # no copy of what is uint16 already
-    write_atomic(path, lambda file: file.writelines((header.tobytes(), tokens.data)))
+    header = np.array([MAGIC, VERSION, len(tokens)] + [0] * (HEADER - 3), '<i4')
+    write_atomic(path, lambda file: file.writelines((header, np.ascontiguousarray(tokens, '<u2'))))
 
 
-def read_shard(path):
-    """The tokens of a shard, a read-only memory map (n,) uint16. Raises UserError if it is not whole."""
+def shard_length(path):
+    """The number of tokens in a shard. Raises UserError if it is not whole, or not one of uint16 tokens."""
     try:
-        header = np.fromfile(path, '<i4', 3).tolist()
-        size = os.path.getsize(path)
+        header, size = np.fromfile(path, '<i4', 3).tolist(), os.path.getsize(path)
     except OSError as error:
         raise UserError(f'{path}: not readable as a token shard ({error.strerror})') from error
-    check(len(header) == 3 and header[:2] == [MAGIC, VERSION],
-          f'{path}: not a token shard: should begin with {MAGIC} and {VERSION}, begins with {header[:2]}')
+    check(len(header) == 3 and header[:2] == [MAGIC, VERSION], f'{path}: not a shard of uint16 tokens, which '
+          f'begins with {MAGIC} and {VERSION}; begins with {header[:2]}')
     check(size == 4 * HEADER + 2 * header[2],
           f'{path}: cut short or damaged; its header says {header[2]} tokens, its size is {size} bytes')
-    return np.memmap(path, '<u2', 'r', offset=4 * HEADER) if header[2] else np.zeros(0, '<u2')
+    return header[2]
+
+
+def read_shard(path, start=0, n=-1):
+    """Tokens (n,) uint16 of a shard, all or n from `start` on. No file stays open: there may be thousands."""
+    return np.fromfile(path, '<u2', n, offset=4 * HEADER + 2 * start)
 
 
 def read_meta(folder):
@@ -60,13 +60,12 @@ class Windows:
     """The windows of all shards of a split, train or val; windows[numbers] are the tokens of some of them."""
 
     def __init__(self, folder, split, block_size, vocab_size):
-        paths = sorted(glob.glob(os.path.join(glob.escape(folder), f'*_{split}_*.bin')))
-        check(paths, f'--data={folder} has no *_{split}_*.bin; make some: python prepare_fineweb.py '
-              f'--out={folder}, or without a network --source=stdlib --tokenizer=bytes')
-        self.shards = [read_shard(path) for path in paths]
-        self.block_size = block_size
-        self.vocab_size = vocab_size
-        self.ends = np.cumsum([max(0, len(shard) - 1) // block_size for shard in self.shards])
+        paths = sorted(glob.glob(os.path.join(glob.escape(folder), SHARD.format(split))))
+        check(paths, f'--data={folder} has no *_{split}_*.bin (six digits last); make some: python '
+              f'prepare_fineweb.py --out={folder}, without a network --source=stdlib --tokenizer=bytes')
+        self.shards = [(path, shard_length(path)) for path in paths]
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self.ends = np.cumsum([0] + [max(0, n - 1) // block_size for _, n in self.shards])
         check(len(self), f'--data={folder} has no {split} shard as long as --block_size={block_size}')
 
     def __len__(self):
@@ -74,13 +73,15 @@ class Windows:
 
     def __getitem__(self, numbers):
         """Numbers (n,) of windows, counted through all shards -> their tokens (n, block_size + 1) int64."""
-        which = np.searchsorted(self.ends, numbers, side='right')
-        starts = (numbers - np.concatenate(([0], self.ends))[which]) * self.block_size
-        length = self.block_size + 1
-        tokens = np.stack([self.shards[i][s:s + length] for i, s in zip(which, starts, strict=True)])
+        which = np.searchsorted(self.ends, numbers, side='right') - 1
+        starts = (numbers - self.ends[which]) * self.block_size
+        try:
+            tokens = np.stack([read_shard(self.shards[i][0], start, self.block_size + 1)
+                               for i, start in zip(which, starts, strict=True)])
+        except OSError as error:
+            raise UserError(f'a shard cannot be read any more: {error}', status=1, alone=True) from error
         if tokens.max() >= self.vocab_size:  # perhaps only in this process, which has to say so
-            raise UserError(f'the data have token {tokens.max()}, the head only {self.vocab_size} rows',
-                            alone=True)
+            raise UserError(f'the data have token {tokens.max()}, E only {self.vocab_size} rows', alone=True)
         return tokens.astype(np.int64)
 
 
@@ -90,10 +91,11 @@ def evenly_spaced(n, n_windows):
 
 
 def fingerprint(shards):
-    """A short hash of what the shards hold: each one's length, its first and its last 32,768 tokens."""
+    """A short hash of shards, (path, length) each: of their lengths, first and last 32,768 tokens."""
     digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(b'%d:' % len(shard) + shard[:2**15].tobytes() + shard[-2**15:].tobytes())
+    for path, n in shards:
+        digest.update(b'%d:' % n + read_shard(path, 0, 2**15).tobytes())
+        digest.update(read_shard(path, max(0, n - 2**15)).tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -1,11 +1,10 @@
 """The machine that a run is on: its device, and the processes that torchrun started."""
-import ctypes
 import os
 
 import torch
 import torch.distributed as dist
 
-from oec.common import check
+from oec.common import UserError, check
 
 # Dense BF16 peak in TFLOP/s, from NVIDIA's data sheets; the first name here that is in the GPU's own name.
 PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'RTX 4090': 165}
@@ -18,7 +17,36 @@ def default_dtype(device):
     return 'bfloat16' if fast else 'float32'
 
 
-def set_up_machine(args, local_rank, world_size):
+def torchrun_env():
+    """
+    (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE) as torchrun or a scheduler sets them, else (0, 0, 1, 1).
+    UserError if they are not those of one launch, but left over from another, say.
+    """
+    names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE']
+    given = {name: os.environ[name] for name in [*names, 'LOCAL_WORLD_SIZE'] if name in os.environ}
+    if not given:
+        return 0, 0, 1, 1
+    ok = all(value.isascii() and value.isdigit() for value in given.values())
+    ok = ok and os.environ.keys() >= {*names, 'MASTER_ADDR', 'MASTER_PORT'}
+    ok = ok and int(given['RANK']) < int(given['WORLD_SIZE'])
+    if not ok:
+        words = ', '.join(f'{name}={value}' for name, value in given.items())
+        raise UserError(f'the environment has {words}; should have {", ".join(names)}, MASTER_ADDR and '
+                        'MASTER_PORT of one launch, as torchrun sets them, or none of these', alone=True)
+    return *(int(given[name]) for name in names), int(given.get('LOCAL_WORLD_SIZE', 1))
+
+
+def rank():
+    """The number of this process, 0 for the master process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    """The number of processes of this run."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def set_up(args, local_rank, world_size):
     """Joins the other processes and returns the device of this one."""
     if world_size > 1:
         dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')  # gloo: settings
@@ -27,41 +55,41 @@ def set_up_machine(args, local_rank, world_size):
     if args.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
+    device = torch.device(args.device)
+    if args.device == 'cuda':
+        device = torch.device('cuda', local_rank)
+        torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider: not on all GPUs
+    if args.compile:
+        refuse_without_compiler(device)
+    return device
 
-    if args.device == 'cpu':
-        # Fresh memory costs a fifth of a small step: glibc keeps what is freed, torch asks for huge pages.
-        os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # torch reads it when it first allocates
-        mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)  # glibc alone has it
-        mallopt(-3, 2**30) or mallopt(-3, 2**25)  # M_MMAP_THRESHOLD; an old glibc allows 32 MiB at most
-        mallopt(-1, -1)                           # M_TRIM_THRESHOLD: never
-        # These rule a CPU too: plain bf16 products, which round the scores, beat flash on short sequences.
-        short = args.dtype == 'bfloat16' and args.block_size <= 1024
-        torch.backends.cuda.enable_flash_sdp(not short)
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(short)
-        return torch.device('cpu')
 
-    torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # long sums stay in fp32
-    torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider: not on all GPUs
-    return torch.device('cuda', local_rank)
+def refuse_without_compiler(device):
+    """UserError if torch.compile has no compiler here."""
+    try:
+        torch.compile(torch.sin)(torch.ones(1, device=device))
+    except RuntimeError as error:  # torch's, of many lines
+        reason = str(error).partition('\n')[0]
+        raise UserError(f'--compile does not work here ({reason}); give --no-compile') from error
 
 
 def refuse_different_processes(settings):
     """Ends all processes if these settings, a dict, differ between them: they would not train one model."""
-    if not dist.is_initialized():
+    if world_size() == 1:
         return
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, settings)
+    of_ranks = [None] * world_size()
+    dist.all_gather_object(of_ranks, settings)
     for name in settings:
-        values = {str(other[name]) for other in everyone}
+        values = {str(of_rank[name]) for of_rank in of_ranks}
         check(len(values) == 1, f'the processes differ in {name}: {", ".join(sorted(values))}')
 
 
 def gather_positions(values):
     """(..., N) of each process, N alike -> (..., N of all processes), in the order of their ranks."""
-    if not dist.is_initialized():
+    if world_size() == 1:
         return values
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    parts = [torch.empty_like(values) for _ in range(world_size())]
     dist.all_gather(parts, values)
     return torch.cat(parts, dim=-1)
 
@@ -72,8 +100,8 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def leave_processes():
-    """Ends the process group, at the same time in all processes, as NCCL wants it."""
+def cleanup_distributed():
+    """Destroys the process group, at the same time in all processes, as NCCL wants it."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

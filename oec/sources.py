@@ -1,13 +1,12 @@
-"""
-Where texts come from, always in the same order. `datasets` says which files a config of FineWeb has; pyarrow
-reads them without threads, since those of `datasets` abort Python if a program ends in the middle of a file.
-"""
+"""Where texts and published shards come from, always in the same order."""
 import contextlib
+import fnmatch
 import glob
 import hashlib
 import itertools
 import json
 import os
+import re
 import sysconfig
 
 import fsspec
@@ -15,21 +14,24 @@ import pyarrow.parquet
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError  # HTTPError: of httpx or httpx2
 
 from oec.common import UserError, check
+from oec.data import SHARD
+
+
+def user_error(error, what, hub=False):
+    """A library's exception as a UserError that names `what`, status 1 if the network failed."""
+    network = hub and not isinstance(error, (ValueError, RepositoryNotFoundError))
+    advice = '; the same command resumes; --source=stdlib --tokenizer=bytes needs no network'
+    line = f'{what}: {str(error) or type(error).__name__}'[:400] + advice * network
+    return UserError(line, status=1 if network else 2)
 
 
 @contextlib.contextmanager
 def naming(what, hub=False):
-    """Any exception of a library becomes a UserError that names `what`, status 1 if the network failed."""
+    """For calls of libraries alone. Any Exception becomes its user_error: they pass on what others raise."""
     try:
         yield
-    # Exception, since tiktoken, transformers, datasets and the hub's client pass on what the libraries below
-    # them raise. So only calls of these may stand inside: a bug of ours keeps its traceback.
     except Exception as error:
-        line = f'{what}: {str(error) or type(error).__name__}'[:400]
-        if not hub or isinstance(error, (ValueError, RepositoryNotFoundError)):
-            raise UserError(line) from error
-        line += '; the same command resumes; --source=stdlib --tokenizer=bytes needs no network'
-        raise UserError(line, status=1) from error
+        raise user_error(error, what, hub) from error
 
 
 def golden_order(items):
@@ -46,21 +48,24 @@ def fineweb_files(config, commit):
 
 
 def published_shards(dataset, commit):
-    """(commit, names) of a dataset's shards, one val shard and then, in golden order, those to train on."""
+    """(commit, paths) of a dataset's shards, one val shard and then, in golden order, those to train on."""
     from huggingface_hub import HfApi
     with naming(f'--name={dataset}', hub=True):
         info = HfApi().dataset_info(dataset, revision=commit, timeout=30)
-    names = sorted(file.rfilename for file in info.siblings)
-    val = [name for name in names if '_val_' in name]
-    train = [name for name in names if '_train_' in name]
-    check(val and train, f'--name={dataset} has no shards such as fineweb_train_000001.bin')
+    paths = sorted(file.rfilename for file in info.siblings)
+    val, train = (fnmatch.filter(paths, SHARD.format(split)) for split in ('val', 'train'))
+    folders = sorted({os.path.dirname(path) or '.' for path in val + train})
+    check(val and train and len(folders) == 1, f'--name={dataset} should hold NAME_train_%06d.bin and '
+          f'NAME_val_%06d.bin in one folder; has {len(train)} and {len(val)}, in {folders[:5]}')
     return info.sha, val[:1] + golden_order(train)
 
 
 def local_files(pattern, flag='--files'):
     """The files that match the glob given by `flag`, sorted by name. UserError unless all are of one kind."""
-    paths = sorted(path for path in glob.glob(pattern) if os.path.isfile(path))
-    kinds = sorted({os.path.splitext(path)[1] or path for path in paths})
+    paths = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
+    # a file with several names, by links or a second **, is read once, under the first of them
+    paths = sorted({os.path.realpath(path): path for path in sorted(paths, reverse=True)}.values())
+    kinds = sorted({os.path.isfile(path) and os.path.splitext(path)[1] or path for path in paths})
     check(kinds in (['.txt'], ['.jsonl'], ['.parquet']), f'{flag}={pattern}: should match files of one kind, '
           f'.txt, .jsonl or .parquet; matches {", ".join(kinds[:5]) or "none"}')
     return paths
@@ -71,13 +76,13 @@ def stdlib_files():
     root = sysconfig.get_paths()['stdlib']
     names = glob.glob('**/*.py', root_dir=root, recursive=True)
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    installed = {'site-packages', 'dist-packages'}
-    return [f'{root}/{name}' for name in names
-            if os.path.getsize(f'{root}/{name}') and not installed & set(name.split(os.sep))]
+    paths = [f'{root}/{name}' for name in names if not re.search('(^|/)(site|dist)-packages/', name)]
+    return [path for path in paths if os.path.getsize(path)]
 
 
 def parquet_rows(path, skip):
     """The text column of a local or hf:// file from row `skip` on. Row groups before that are not read."""
+    # Threads, as `datasets` has them, abort Python if a program ends in the middle of a file.
     with fsspec.open(path, block_size=2**23) as file:  # the hub's client retries each block of a hf:// file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
         check('text' in parquet.schema_arrow.names, f'{path}: has no text column')
@@ -101,8 +106,9 @@ def file_rows(path, skip):
                 row = json.loads(line)
                 yield row.get('text') if isinstance(row, dict) else None
     elif skip == 0:
-        errors = 'replace' if path.endswith('.py') else 'strict'  # some of Python's own tests are not UTF-8
-        with open(path, encoding='utf-8', errors=errors) as file:
+        # Some of Python's own tests are not UTF-8, or begin with a byte order mark, on purpose.
+        encoding, errors = ('utf-8', 'replace') if path.endswith('.py') else ('utf-8-sig', 'strict')
+        with open(path, encoding=encoding, errors=errors) as file:
             yield file.read()
 
 
@@ -116,6 +122,5 @@ def read_texts(paths, first_file=0, first_row=0):
                       f'holds {type(text).__name__}')
                 yield file, row, text.encode('utf-8', 'replace').decode()  # half a surrogate pair becomes a ?
                 row += 1
-        except (OSError, ValueError, RecursionError, pyarrow.ArrowException, HTTPError):
-            with naming(f'{path}, row {row}', hub=path.startswith('hf://')):
-                raise  # as a line that names the row
+        except (OSError, ValueError, RecursionError, pyarrow.ArrowException, HTTPError) as error:
+            raise user_error(error, f'{path}, row {row}', hub=path.startswith('hf://')) from error

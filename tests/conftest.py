@@ -1,8 +1,8 @@
 """What the tests share: programs to be started, refused and killed, a small corpus, one real sweep."""
 import hashlib
-import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +23,7 @@ ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
 
 # Processes are forked from a server that has imported all this, which takes seconds.
 START = multiprocessing.get_context('forkserver')
-START.set_forkserver_preload(['runs', 'test_prepare', 'torch._dynamo'])
+START.set_forkserver_preload(['small_runs', 'test_prepare', 'torch._dynamo'])
 
 
 def execute(*command, cwd=ROOT, **env):
@@ -37,9 +37,9 @@ def refused(call, *named, status=2):
     """Asserts that call() raises a common.UserError with this status whose one line names each of `named`."""
     with pytest.raises(common.UserError) as caught:
         call()
-    line, found = str(caught.value), caught.value.status
+    line = str(caught.value)
     traceback.clear_frames(caught.tb)  # which hold main's variables, and with them the folder's lock
-    assert found == status and '\n' not in line and all(str(name) in line for name in named), line
+    assert caught.value.status == status and '\n' not in line and all(str(name) in line for name in named), line
 
 
 def process(main, argv, stderr=os.devnull, env=None, prepare=()):
@@ -59,12 +59,10 @@ def in_process(main, argv, stderr, env, prepare):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
-    importlib.reload(train)  # which reads torchrun's variables when it is imported
-    main = getattr(sys.modules[main.__module__], main.__name__)
     if prepare:
         prepare[0](*prepare[1:])
     sys.argv[1:] = argv
-    common.program(main)
+    common.program(main, prints_errors=env.get('LOCAL_RANK', '0') == '0')
 
 
 def finish(started, status, seconds=120):
@@ -104,8 +102,9 @@ def swept(corpus, tmp_path_factory):
     """A folder with out/demo and results/demo: a real sweep of two methods at two learning rates."""
     folder = str(tmp_path_factory.mktemp('checkout'))  # whose out/ and results/ are not the user's
     for name in os.listdir(ROOT):
-        if name.endswith(('.py', '.sh')) or name in ('analysis', 'oec'):
+        if name.endswith('.py') or name in ('analysis', 'oec'):
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
+    shutil.copy(os.path.join(ROOT, 'sweep.sh'), folder)
     execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='2e-2 1e-1',
             STEPS='20', DATA=corpus, FLAGS='--test_tokens=8192')
     return Path(folder)

@@ -9,8 +9,9 @@ import analyze
 import prepare_fineweb
 import train
 from conftest import refused, times
-from oec import bench, common
-from runs import SMALL
+from analysis import bench
+from oec import common
+from small_runs import SMALL
 from test_prepare import parquet
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze, 'bench': bench}

@@ -10,7 +10,7 @@ import torch
 import train
 from conftest import execute, finish, folder_hash, one_line, process
 from oec import data, machine
-from runs import SMALL, assert_same, load, log_of, ranks, signal_at, state_of
+from small_runs import SMALL, assert_same, load, log_of, ranks, signal_at, state_of
 
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
 # that some of them have none. lam is so large that a penalty shows if it is counted once per micro-batch or
@@ -25,18 +25,18 @@ MESHES = [(1, 8), (2, 2), (4, 1)]  # (processes, micro-batch)
 def in_float64():
     """Runs of this process train in float64, where sums differ by 1e-16, and end without DDP: it may hang."""
     make_model = train.make_model
-    leave_processes = machine.leave_processes
+    cleanup_distributed = machine.cleanup_distributed
 
     def make_float64(args, device):
         model, optimizers = make_model(args, device)
         model.double().config.logits_dtype = 'float64'
         return model, optimizers
 
-    def leave_without_ddp():
+    def cleanup_without_ddp():
         assert not any(type(thing) is train.DDP for thing in gc.get_objects())
-        leave_processes()
+        cleanup_distributed()
     train.make_model = make_float64
-    machine.leave_processes = leave_without_ddp
+    machine.cleanup_distributed = cleanup_without_ddp
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -7,9 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import METHODS, GPTConfig, head_loss
-from oec.head import CHUNK_BYTES, chunked
-from runs import assert_same
+from model import CHUNK_BYTES, METHODS, GPTConfig, chunked_head_loss, head_grads, head_loss
+from small_runs import assert_same
 from test_facts import both_heads, close, generator, of_logits
 from test_model import BF16_UNIT, on_device
 
@@ -28,7 +27,8 @@ def test_a_head_in_bf16_is_exact_up_to_its_roundings(method, device, head, monke
     n = 128
     V, H = (512, 32) if device.type == 'cpu' else (50304, 224)
     monkeypatch.setitem(CHUNK_BYTES, device.type, 2 * V)
-    config = GPTConfig(head_mode=method, lam=0.01, cap=10, logits_dtype='bfloat16')
+    cap = 10 if method == 'soft_capping' else None
+    config = GPTConfig(head_mode=method, lam=0.01, cap=cap, logits_dtype='bfloat16')
     g = generator(0)
     h = (2.0 * torch.randint(0, 2, (n, H), generator=g) - 1).to(device).requires_grad_()
     E = (2 + torch.randint(-3, 4, (V, H), generator=g) / 4).to(device).requires_grad_()
@@ -64,10 +64,14 @@ def test_compiling_keeps_every_rounding_and_adds_none(method, device):
     targets = torch.randint(V, (n,), generator=g).to(device)
     results = []
     for dtype, compile in (('float32', False), ('bfloat16', False), ('bfloat16', True)):
-        config = GPTConfig(head_mode=method, lam=1e-4, cap=300.0, logits_dtype=dtype)
-        total, stats = chunked(head_loss, compile)(h, E, targets, config)
+        cap = 300.0 if method == 'soft_capping' else None
+        config = GPTConfig(head_mode=method, lam=1e-4, cap=cap, logits_dtype=dtype)
+        functions = head_loss, head_grads
+        if compile:
+            functions = [torch.compile(function, dynamic=False) for function in functions]
+        total, stats = chunked_head_loss(h, E, targets, config, functions=functions)
         with torch.no_grad():
-            _, in_evaluation = chunked(head_loss, compile)(h, E, targets, config)
+            _, in_evaluation = chunked_head_loss(h, E, targets, config, functions=functions)
         results.append((stats, in_evaluation, torch.autograd.grad(total, (h, E))))
     (exact, _, _), (eager, eager_too, gradients), (compiled, compiled_too, its_gradients) = results
     assert exact['logit_mean'].min() > 120 and (exact['loss'] - eager['loss']).abs().mean() > 0.05
@@ -91,7 +95,7 @@ class Largest(TorchDispatchMode):
 def test_the_chunked_head_never_has_the_logits_of_more_positions_than_a_chunk(with_grad, monkeypatch):
     monkeypatch.setitem(CHUNK_BYTES, 'cpu', 5 * 1000 * 4)
     h, E = (torch.randn(n, 4, requires_grad=True) for n in (64, 1000))
-    for head, positions in ((head_loss, 64), (chunked(head_loss), 5)):
+    for head, positions in ((head_loss, 64), (chunked_head_loss, 5)):
         with torch.set_grad_enabled(with_grad), Largest() as largest:
             head(h, E, torch.zeros(64, dtype=torch.int64), GPTConfig())
         assert largest.elements == positions * 1000

@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from conftest import ROOT, finish
-from runs import ranks
+from small_runs import ranks
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
 
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')

@@ -15,7 +15,7 @@ import train
 from conftest import finish, folder_hash, process, refused
 from oec import common, data
 from oec.run_folder import RunFolder
-from runs import SMALL, assert_same, load, signal_at, state_of
+from small_runs import SMALL, assert_same, load, signal_at, state_of
 
 FLAGS = (*SMALL, '--method=muon_head', '--weight_tying', '--lr=3e-2', '--steps=12', '--log_every=1',
          '--ckpt_every=4', '--eval_every=3', '--keep_every=6', '--dtype=float32')  # with two optimizers
@@ -96,10 +96,10 @@ def test_after_signals_and_full_disks_the_same_command_resumes(corpus, whole, tm
 def test_one_of_several_copies_has_the_folder(corpus, whole, begun):
     before = folder_hash(begun)
     with common.lock_folder(str(begun)):
-        refused(lambda: train.main(flags_of(corpus, begun)), begun, status=3)
+        refused(lambda: train.main(flags_of(corpus, begun)), begun, status=1)
     assert folder_hash(begun) == before
     done = RunFolder(str(whole[0]), load(whole[0])['config'])  # of one that looked before the run was done
-    refused(lambda: done.begin(0), whole[0], status=3)
+    refused(lambda: done.begin(0), whole[0], status=1)
 
 
 def test_a_file_replaces_the_old_one_once_it_is_on_disk(corpus, tmp_path, monkeypatch):

@@ -9,14 +9,14 @@ import train
 from model import GPTConfig
 from oec import data
 from oec.common import write_json
-from runs import log_of
+from small_runs import log_of
 from test_facts import close, equations, tiny_gpt
 
 
 def settled(folder, *flags):
     """The settings of a command, with data of GPT-2's vocabulary."""
-    args = train.parse_flags([f'--data={folder}', *flags])
-    train.fill_in(args)
+    args = train.parser().parse_args([f'--data={folder}', *flags])
+    train.resolve_defaults(args)
     return args
 
 
@@ -24,11 +24,12 @@ def test_defaults_are_appendix_a(tmp_path):
     expected = dict(
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
         batch_size=64, block_size=2048, size='16M', n_layer=6, n_embd=224, n_head=4, vocab_size=50304,
-        weight_tying=False, method='baseline', lam=None, cap=30.0, mu_shift=0.0, compile=True,
+        weight_tying=False, method='baseline', lam=None, cap=None, mu_shift=0.0, compile=True,
         eval_tokens=1_048_576, test_tokens=10_485_760, seed=1)
     args = vars(settled(tmp_path, '--device=cuda'))
     assert {name: args[name] for name in expected} == expected and GPTConfig.rope_fraction == 0.5
     assert {settled(tmp_path, f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
+    assert settled(tmp_path, '--method=soft_capping').cap == 30 and settled(tmp_path, '--cap=15').cap == 15
 
 
 @pytest.mark.parametrize('device, unit, fast', [

@@ -1,13 +1,14 @@
 """
 Speed and memory of the training step with each method, or of the output head, side by side in one process.
 
-    python -m oec.bench --methods=baseline,mu_loss --size=16M --batch_size=8 --block_size=512
-    python -m oec.bench --head --size=16M --batch_size=8 --block_size=512   head_loss by chunks and compiled
+    python -m analysis.bench --methods=baseline,mu_loss --size=16M --batch_size=8 --block_size=512
+    python -m analysis.bench --head --size=16M --batch_size=8 --block_size=512   by chunks and compiled
 
 Takes the flags of train.py, but for --method. Contestants take turns (A B A B ...), so a machine that drifts
 slows all of them; a ratio is the median over the turns of the ratio within a turn, milliseconds are medians.
 """
 import argparse
+import functools
 import itertools
 import math
 import time
@@ -17,10 +18,9 @@ import torch
 from tabulate import tabulate
 
 import train
-from model import METHODS, head_loss
+from model import METHODS, chunked_head_loss, head_grads, head_loss
 from oec import machine
 from oec.common import check, number, parse_args, program
-from oec.head import chunked
 
 torch._dynamo.config.recompile_limit = 64  # many methods in one process
 
@@ -68,7 +68,7 @@ def training_step(args, device):
     tokens = torch.randint(args.vocab_size, (args.batch_size, args.block_size + 1)).to(device)
     batch = [(part[:, :-1], part[:, 1:]) for part in tokens.split(args.micro_batch_size)]
     steps = itertools.count(1)
-    return lambda: train.train_step(model, optimizers, batch, next(steps), args, with_logit_stats=False)
+    return lambda: train.train_step(model, optimizers, batch, next(steps), args, with_stats=False)
 
 
 def head_pass(head, config, n, device):
@@ -76,7 +76,7 @@ def head_pass(head, config, n, device):
     h = torch.randn(n, config.n_embd, device=device).requires_grad_()
     E = (0.1 * torch.randn(config.vocab_size, config.n_embd, device=device)).requires_grad_()
     targets = torch.randint(config.vocab_size, (n,), device=device)
-    return lambda: torch.autograd.grad(head(h, E, targets, config, with_logit_stats=False)[0], (h, E))
+    return lambda: torch.autograd.grad(head(h, E, targets, config, with_stats=False)[0], (h, E))
 
 
 def main(argv=None):
@@ -95,14 +95,15 @@ def main(argv=None):
     settings = {}
     for method in methods:
         settings[method] = argparse.Namespace(**{**vars(args), 'method': method})
-        train.fill_in(settings[method])
+        train.resolve_defaults(settings[method])
     args = settings[methods[0]]
-    device = machine.set_up_machine(args, local_rank=0, world_size=1)
+    device = machine.set_up(args, local_rank=0, world_size=1)
     model, _ = train.make_model(args, device)
 
     if args.head:
-        heads = {'head_loss': head_loss, 'compiled': torch.compile(head_loss, dynamic=False),
-                 'by chunks': chunked(head_loss), 'by chunks, compiled': chunked(head_loss, compile=True)}
+        compiled = [torch.compile(function, dynamic=False) for function in (head_loss, head_grads)]
+        heads = {'head_loss': head_loss, 'compiled': compiled[0], 'by chunks': chunked_head_loss,
+                 'by chunks, compiled': functools.partial(chunked_head_loss, functions=compiled)}
         n = args.micro_batch_size * args.block_size
         contestants = {name: head_pass(head, model.config, n, device) for name, head in heads.items()}
         flop = 6 * model.E.numel()
