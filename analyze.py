@@ -30,8 +30,8 @@ def parser():
     add('--theory', action='store_true', help="the paper's Figures 1, 6 and 7, which need no runs")
     add('--hf', nargs='+', type=user_path, metavar='MODEL', help='folders, hub names or NAME@REVISION of '
         "others' models")
-    add('--text', type=user_path, metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or .parquet '
-        "files (column: text); default: the source of Python's standard library")
+    add('--text', type=user_path, metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or '
+        ".parquet files (column: text); default: the source of Python's standard library")
     add('--positions', type=number(0, whole=True), help='with --hf: tokens of --text (default 16384); 0: '
         'the output embeddings alone')
     add('--center_to', type=user_path, metavar='NEW', help='with --hf: write the model with centered output '

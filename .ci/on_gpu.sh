@@ -28,11 +28,11 @@ part() {  # NAME SECONDS COMMAND...
 }
 
 part tests 240 python -m pytest -v tests/test_model.py tests/test_head.py -k 'float64 or cuda'
-part steps_small 150 python -m oec.bench --device=$DEVICE --size=$small $bench
-part head_small 60 python -m oec.bench --device=$DEVICE --size=$small --head $bench
-part steps_large 180 python -m oec.bench --device=$DEVICE --size=$large $bench \
+part steps_small 150 python -m analysis.bench --device=$DEVICE --size=$small $bench
+part head_small 60 python -m analysis.bench --device=$DEVICE --size=$small --head $bench
+part steps_large 180 python -m analysis.bench --device=$DEVICE --size=$large $bench \
   --methods=baseline,mu_loss,mu_centering
-part head_large 60 python -m oec.bench --device=$DEVICE --size=$large --head $bench
+part head_large 60 python -m analysis.bench --device=$DEVICE --size=$large --head $bench
 part data 60 python prepare_fineweb.py --source=stdlib --tokenizer=bytes --val_tokens=1e6 --out=$runs/text
 for run in baseline-0 baseline-1000 mu_centering-1000; do
   part shift-$run 120 python train.py --device=$DEVICE --size=$small --data=$runs/text --lr=1e-2 $train \

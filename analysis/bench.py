@@ -45,20 +45,19 @@ def timed(call, device):
 
 def compare(contestants, n_tokens, flop, seconds, device):
     """Prints a table of contestants: name -> the call to be measured, which has n_tokens and so many FLOP."""
-    memory = {}
-    for name, call in contestants.items():
+    for call in contestants.values():
         timed(call, device)  # compiles
-        memory[name] = peak_memory(call, device)
+    memory = [peak_memory(call, device) for call in contestants.values()]
     times = []
     while len(times) < 5 or (np.sum(times) < seconds and len(times) < 200):
         times.append([timed(call, device) for call in contestants.values()])
     times = np.array(times)
     rows = []
     for i, name in enumerate(contestants):
-        middle = np.median(times[:, i])
-        rows.append({'': name, 'ms': f'{1e3 * middle:.2f}', 'tokens/s': f'{n_tokens / middle:,.0f}',
+        median = np.median(times[:, i])
+        rows.append({'': name, 'ms': f'{1e3 * median:.2f}', 'tokens/s': f'{n_tokens / median:,.0f}',
                      f'time / {next(iter(contestants))}': f'{np.median(times[:, i] / times[:, 0]):.3f}',
-                     'TFLOP/s': f'{flop / middle / 1e12:.3g}', 'extra MiB': f'{memory[name]:,.0f}'})
+                     'TFLOP/s': f'{flop / median / 1e12:.3g}', 'extra MiB': f'{memory[i]:,.0f}'})
     print(tabulate(rows, 'keys', 'github', disable_numparse=True), f'\n\n{len(times)} turns', flush=True)
 
 
@@ -92,25 +91,24 @@ def main(argv=None):
     check(args.method == 'baseline', '--method should be --methods, which has several')
     methods = args.methods.split(',')
     check(METHODS.keys() >= {*methods}, f'--methods={args.methods} should be some of {", ".join(METHODS)}')
-    settings = {}
-    for method in methods:
-        settings[method] = argparse.Namespace(**{**vars(args), 'method': method})
-        train.resolve_defaults(settings[method])
+    settings = {method: argparse.Namespace(**{**vars(args), 'method': method}) for method in methods}
+    for args in settings.values():
+        train.resolve_defaults(args)
     args = settings[methods[0]]
     device = machine.set_up(args, local_rank=0, world_size=1)
     model, _ = train.make_model(args, device)
 
+    n = args.batch_size * args.block_size
     if args.head:
+        n = args.micro_batch_size * args.block_size
+        flop = 6 * model.E.numel()
         compiled = [torch.compile(function, dynamic=False) for function in (head_loss, head_grads)]
         heads = {'head_loss': head_loss, 'compiled': compiled[0], 'by chunks': chunked_head_loss,
                  'by chunks, compiled': functools.partial(chunked_head_loss, functions=compiled)}
-        n = args.micro_batch_size * args.block_size
         contestants = {name: head_pass(head, model.config, n, device) for name, head in heads.items()}
-        flop = 6 * model.E.numel()
     else:
-        n = args.batch_size * args.block_size
-        contestants = {method: training_step(settings[method], device) for method in methods}
         flop = model.flops_per_token()
+        contestants = {method: training_step(settings[method], device) for method in methods}
     print(f'{args.size}, {n} tokens, V = {args.vocab_size:,}, {args.dtype} on {args.device}, torch '
           f'{torch.__version__}, {time.strftime("%Y-%m-%d")}')
     compare(contestants, n, n * flop, args.seconds, device)

@@ -69,20 +69,19 @@ def load_output_embeddings(name):
     path, options = place(name)
     file_of = {}  # tensor name -> file
     with sources.naming(UNREADABLE.format(name)):
+        config = transformers.AutoConfig.from_pretrained(path, **options)
         with torch.device('meta'):
-            shapes = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(path, **options))
+            shapes = transformers.AutoModelForCausalLM.from_config(config)
         with contextlib.suppress(OSError):  # if there are several files
             file_of = read_json(cached_file(path, 'model.safetensors.index.json', **options))['weight_map']
         with contextlib.suppress(OSError):  # if there is one
             with safe_open(cached_file(path, 'model.safetensors', **options), 'pt') as file:
                 file_of = dict.fromkeys(file.keys(), 'model.safetensors')
-    E = shapes.get_output_embeddings().weight
-    names = [key for key, tensor in shapes.named_parameters(remove_duplicate=False) if tensor is E]
-    keys = [key for key in file_of  # a file may leave out the first part of a name
-            if any(f'.{whole}'.endswith(f'.{key}') for whole in names)]
-    if len(keys) == 1:
-        with sources.naming(UNREADABLE.format(name)):
+        E = shapes.get_output_embeddings().weight
+        names = [f'.{key}' for key, p in shapes.named_parameters(remove_duplicate=False) if p is E]
+        keys = [key for key in file_of  # which may lack the first part of a name
+                if any(whole.endswith(f'.{key}') for whole in names)]
+        if len(keys) == 1:
             with safe_open(cached_file(path, file_of[keys[0]], **options), 'pt') as file:
                 return file.get_tensor(keys[0])
     return load(name)[0].get_output_embeddings().weight

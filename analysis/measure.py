@@ -117,25 +117,24 @@ def of_run(folder):
     `of_model` of a finished run over some of its test windows -> that, and a line that says what of it is
     missing and why, or ''. It is kept in the run's folder, and counts for the model.pt with the same hash.
     """
-    cache = Path(folder, CACHE_FILE)
+    cache, path = Path(folder, CACHE_FILE), Path(folder, 'model.pt')
     kept = read_json(cache) if cache.exists() else {'numbers': {}, 'distributions': {}}
-    try:
-        model_hash = hashlib.sha256(Path(folder, 'model.pt').read_bytes()).hexdigest()
-    except OSError as error:  # too large to be kept, perhaps
-        return kept, '' if kept['numbers'] else f'no statistics: no model.pt ({error.strerror})'
-    if kept.get('model') == model_hash:
+    if kept['numbers'] and not path.exists():  # too large to be kept, perhaps
         return kept, ''
-
     try:
-        checkpoint = load_checkpoint(Path(folder, 'model.pt'))
-    except UserError as error:
-        return {'numbers': {}, 'distributions': {}}, f'no statistics: {error}'
+        model_hash = hashlib.sha256(path.read_bytes()).hexdigest()
+        if kept.get('model') == model_hash:
+            return kept, ''
+        checkpoint = load_checkpoint(path)
+    except (OSError, UserError):
+        return {'numbers': {}, 'distributions': {}}, 'no statistics: no model.pt that can be read'
+
     settings = checkpoint['config']
     gpt = GPT(gpt_config(settings))
     gpt.load_state_dict(checkpoint['model'])
     try:
         windows = val_windows(settings['data'], settings['block_size'], settings['vocab_size'],
-                               settings['data_fingerprint'])
+                              settings['data_fingerprint'])
     except UserError as error:
         return of_model(gpt), f'no statistics of hidden states and logits: {error}'
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
@@ -144,6 +143,6 @@ def of_run(folder):
     measured = {'model': model_hash, **of_model(gpt, tokens)}
     try:
         write_json(cache, measured)
-    except UserError as error:
-        return measured, f'statistics are not kept: {error}'
+    except UserError:
+        return measured, 'statistics are not kept: the folder of the run cannot be written'
     return measured, ''

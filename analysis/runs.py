@@ -230,7 +230,8 @@ def training_curve(folder, n=1000):
     """The training lines of a run's log, at most n of them, the last for sure: columns CURVES."""
     path = folder / 'log.jsonl'
     try:
-        log = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+        lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
+        log = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise UserError(f'{path}: not readable as lines of JSON ({error})') from error
     log = pd.DataFrame([line for line in log if 'loss' in line])
@@ -247,14 +248,15 @@ def collect(runs, out):
     for i, (folder, run) in enumerate(runs.items(), 1):
         print(f'{i} of {len(runs)}: {folder}', flush=True)
         curve = training_curve(folder)
-        measured, reason = measure.of_run(folder)
+        measured, no_statistics = measure.of_run(folder)
         run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
         rows.append({**run, **measured['numbers']})
         curves.append(curve)
         for quantity, numbers in measured['distributions'].items():
             distributions.append({'run': folder.name, 'quantity': quantity, **numbers})
-        if reason:
-            missing.setdefault(reason, []).append(folder.name)
+        for reason in (no_statistics, '' if len(curve) else 'no training curve: no log.jsonl'):
+            if reason:
+                missing.setdefault(reason, []).append(folder.name)
     rows = pd.DataFrame(rows).reindex(columns=RESULTS)
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell would be an error
     write_csv(Path(out, 'results.csv'), rows)

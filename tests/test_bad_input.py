@@ -21,7 +21,7 @@ FLAGS = {'train': '''
     --lr=1e33 -> --lr, 1e+30
     --lam=1 -> --lam, --method=baseline
     --method=weight_decay --lam=2 -> --lam=2, at most 1
-    --cap=5 -> --cap, --method=baseline
+    --cap=0 -> --cap, above 0
     --steps=1.5 -> --steps, a whole number from 1
     --beta2=1 -> --beta2, below 1
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
@@ -112,7 +112,7 @@ def test_every_flag_of_a_run_refuses_what_is_no_value_of_it():
     """A common.number refuses what is none, is not finite or negative; a choice what it does not offer."""
     parser = train.parser()
     flags = [action for action in parser._actions
-             if action.choices or getattr(action.type, '__module__', '') == 'oec.common']
+             if action.choices or getattr(action.type, '__qualname__', '').startswith('number.')]
     assert len(flags) > 30
     for action in flags:
         name = action.option_strings[0]

@@ -80,9 +80,20 @@ def test_what_all_ranks_see_is_said_once_and_what_one_sees_by_itself(corpus, tmp
 
     beyond = shutil.copytree(corpus, tmp_path / 'beyond')  # tokens that the head has no rows for
     data.write_shard(str(beyond / 'stdlib_train_000000.bin'), np.full(50_000, 400))
-    second = process(train.main, [*flags, f'--data={beyond}'], tmp_path / 'stderr', env={'LOCAL_RANK': '1'})
-    finish(second, 2)
-    assert 'token 400' in one_line(tmp_path / 'stderr')
+    for rank in ranks(2, [*flags, f'--data={beyond}'], tmp_path / 'stderr'):
+        finish(rank, 2)
+    assert 'token 400' in one_line(tmp_path / 'stderr1')
+
+
+@pytest.mark.parametrize('left_over', [
+    'RANK=1', 'RANK=', 'WORLD_SIZE=2', 'LOCAL_RANK=1', 'RANK=x', 'RANK=1 LOCAL_RANK=1 WORLD_SIZE=2',
+    'RANK=2 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1'])
+def test_what_a_launcher_left_over_is_one_line(left_over, tmp_path):
+    env = dict(pair.split('=') for pair in left_over.split())
+    for flags in ([f'--out={tmp_path}/run'], ['--lr=x']):
+        finish(process(train.main, flags, tmp_path / 'stderr', env=env), 2)
+        assert left_over.split()[0] in one_line(tmp_path / 'stderr')
+    assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize('other, named', [

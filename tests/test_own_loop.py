@@ -128,8 +128,7 @@ def test_fused_gradient_accumulation_drops_what_mu_loss_adds():
     W.register_post_accumulate_grad_hook(lambda W: setattr(W, 'grad', None))
     mu_loss(W).backward()
     assert not W.main_grad.any()
-    remedy, = re.findall(r'`(W\.main_grad .*?)`', README)
-    exec(remedy, {'W': W, 'mu_loss': mu_loss, 'torch': torch})
+    W.main_grad += torch.autograd.grad(mu_loss(W), W)[0]  # the remedy
     close(W.main_grad, (2e-4 / 61 * W.mean(dim=0)).expand(61, 16).detach())
 
 

@@ -1,9 +1,11 @@
 """A run that is killed, stopped or out of disk ends as if nothing had been; files are not trusted."""
+import errno
 import itertools
 import os
 import resource
 import shutil
 import signal
+import stat
 import sys
 from pathlib import Path
 
@@ -167,3 +169,28 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, beg
     assert (begun / 'result.json').exists()
     os.truncate(begun / 'config.json', 10)
     refused(lambda: train.main(flags_of(corpus, begun)), 'config.json')
+
+
+def test_what_is_not_essential_is_done_without(corpus, tmp_path, monkeypatch, capsys):
+    """Locks, a folder's fsync, the commit of a clone that git does not trust; and ~ is the home folder."""
+    def refuse(number, allowed=lambda file: False):
+        def call(file, *flags):
+            if not allowed(file):
+                raise OSError(number, os.strerror(number))
+        return call
+    monkeypatch.setattr(common.fcntl, 'flock', refuse(errno.ENOSYS))
+    monkeypatch.setattr(os, 'fsync', refuse(errno.EINVAL, lambda file: stat.S_ISREG(os.fstat(file).st_mode)))
+    monkeypatch.setenv('GIT_DIR', '/nowhere')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    train.main(flags_of(corpus, '~/run', '--steps=2'))
+    printed = capsys.readouterr()
+    assert (tmp_path / 'run' / 'result.json').exists()
+    assert printed.err.count('no locks') == 1 and printed.out.count('not name the commit') == 1
+
+
+def test_without_a_compiler_nothing_is_written(corpus, tmp_path, monkeypatch):
+    def no_compiler(function, **options):
+        raise RuntimeError('no C++ compiler\nand much more')
+    monkeypatch.setattr(torch, 'compile', no_compiler)
+    refused(lambda: train.main(flags_of(corpus, tmp_path / 'run', '--compile')), 'no C++', '--no-compile')
+    assert os.listdir(tmp_path) == []
