@@ -28,14 +28,12 @@ def parser():
         f'{", ".join(runs.REQUIRED)}, and may have {", ".join(optional)}')
     add('--out', type=user_path, help='folder to write to (default: in results/, called like the input)')
     add('--theory', action='store_true', help="the paper's Figures 1, 6 and 7, which need no runs")
-    add('--hf', nargs='+', type=user_path, metavar='MODEL', help='folders, hub names or NAME@REVISION of '
-        "others' models")
+    add('--hf', nargs='+', type=user_path, metavar='MODEL', help="others': folders, NAME or NAME@REVISION")
     add('--text', type=user_path, metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or '
         ".parquet files (column: text); default: the source of Python's standard library")
     add('--positions', type=number(0, whole=True), help='with --hf: tokens of --text (default 16384); 0: '
         'the output embeddings alone')
-    add('--center_to', type=user_path, metavar='NEW', help='with --hf: write the model with centered output '
-        'embeddings there')
+    add('--center_to', type=user_path, metavar='NEW', help='with --hf: a folder for the centered model')
     return p
 
 
@@ -50,10 +48,9 @@ def check_flags(args):
 
 def default_out(args):
     """results/ and the name of the sweep or of the csv file."""
-    if args.results:
-        csv = Path(args.results).resolve()
-        return Path('results', csv.parent.name if csv.name == 'results.csv' else csv.stem)
-    return Path('results', Path(args.runs[0]).resolve().name if args.runs else 'theory')
+    path = Path(args.results or (args.runs or ['theory'])[0]).resolve()
+    path = path.parent if path.name == 'results.csv' else path
+    return Path('results', path.name.removesuffix('.csv'))
 
 
 def main(argv=None):

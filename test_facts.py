@@ -188,7 +188,8 @@ OPTIMIZERS = {  # name -> a function of E, which returns the function that makes
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_which_optimizers_move_mu(name, tying, monkeypatch):
     """
-    Ours; that Adam's second moment moves mu is Stollenwerk and Stollenwerk's (2025). In exact arithmetic, an update U of E moves mu by 1^T U / V, with 1 the vector of ones.
+    Ours; that Adam's second moment moves mu is Stollenwerk and Stollenwerk's (2025). In exact arithmetic an
+    update U of E moves mu by 1^T U / V, with 1 the vector of ones.
 
     The logits' gradients g = softmax(l) - onehot(t) sum to 0 over the vocabulary. So does, without weight
     tying, the gradient of E, G = sum_n g_n h_n^T: 1^T G = 0. SGD with momentum and Coupled Adam are linear in
@@ -372,8 +373,9 @@ def force(method, h, E, without):
         return gpt.E.detach() - E
     E = E.clone().requires_grad_()
     targets = torch.zeros(len(h), dtype=torch.int64)
+    cap = 3.0 if method == 'soft_capping' else None
     its, rest = (objective(h, E, targets, config, head_loss)[0]
-                 for config in (config_64(method, lam=1.0, cap=3.0 if method == 'soft_capping' else None), without))
+                 for config in (config_64(method, lam=1.0, cap=cap), without))
     return -torch.autograd.grad(its - rest, E)[0]
 
 

@@ -182,9 +182,9 @@ def center(name, new, model, tokenizer):
 
 
 def main(args):
-    ok = len(args.hf) == 1 and args.positions != 0 and not os.path.exists(args.center_to or '')
-    check(not args.center_to or ok,
-          f'--center_to={args.center_to}: should be a new folder, for one model, without --positions=0')
+    if args.center_to:
+        check(len(args.hf) == 1 and args.positions != 0 and not os.path.exists(args.center_to),
+              f'--center_to={args.center_to}: should be a new folder, for one model, without --positions=0')
     measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
     shown = measured.drop(columns='training').dropna(axis='columns', how='all')
     rows = shown.set_index(shown.model.map(html.escape)).drop(columns='model').map('{:.5g}'.format)

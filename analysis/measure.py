@@ -12,12 +12,13 @@ import torch
 
 from model import GPT, chunked_head_loss, gpt_config, head_loss, join_stats, summarize
 from oec import data
-from oec.common import UserError, check, read_json, write_json
+from oec.common import UserError, read_json, write_json
 from oec.run_folder import load_checkpoint
 
 POSITIONS = 131_072               # how many test positions of a run are measured, or all if it has fewer
 CACHE_FILE = 'statistics_v3.json'  # kept in a run's folder; a new name if what is measured changes
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
+NOTHING = {'numbers': {}, 'distributions': {}}
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 
@@ -82,34 +83,33 @@ def of_model(gpt, windows=None):
     a dict quantity -> summary of what distributions.csv keeps}. Without windows, what E alone says.
     """
     E, config = gpt.E, gpt.config
-    numbers = of_embeddings(E)
-    values = {'r_emb': norm_ratios(E).double().cpu()}
-    if windows is not None:
-        parts = []
-        for batch in windows.to(E.device).split(max(1, 16384 // config.block_size)):
-            h = gpt.hidden(batch[:, :-1]).flatten(0, 1)
-            parts.append(statistics(h, E, batch[:, 1:].flatten(), config))
-        stats = {name: x.double() for name, x in join_stats(parts).items()}
-        values |= stats
-        numbers |= summarize(stats, E)
-        # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token
-        r_log = stats['r_log'][stats['r_cos'] < 1]
-        numbers['r_cos_below_1'] = (stats['r_cos'] < 1).double().mean().item()
-        numbers['r_log_below_1_too'] = (r_log < 1).double().mean().item()  # NaN if no r_cos is below 1
-    numbers['r_emb_below_1'] = (values['r_emb'] < 1).double().mean().item()
-    return {'numbers': numbers, 'distributions': {name: summary(x) for name, x in values.items()}}
+    r_emb = summary(norm_ratios(E).cpu())
+    numbers = {**of_embeddings(E), 'r_emb_below_1': r_emb['below_1']}
+    if windows is None:
+        return {'numbers': numbers, 'distributions': {'r_emb': r_emb}}
+
+    parts = []
+    for batch in windows.to(E.device).split(max(1, 16384 // config.block_size)):
+        h = gpt.hidden(batch[:, :-1]).flatten(0, 1)
+        parts.append(statistics(h, E, batch[:, 1:].flatten(), config))
+    stats = {name: x.double() for name, x in join_stats(parts).items()}
+    distributions = {'r_emb': r_emb, **{name: summary(x) for name, x in stats.items()}}
+    # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token
+    r_log = stats['r_log'][stats['r_cos'] < 1]
+    return {'distributions': distributions, 'numbers': {
+        **numbers, **summarize(stats, E),
+        'r_cos_below_1': distributions['r_cos']['below_1'],
+        'r_log_below_1_too': (r_log < 1).double().mean().item()}}  # NaN if no r_cos is below 1
 
 
 @functools.cache  # the runs of a sweep have the same data
 def val_windows(folder, block_size, vocab_size, fingerprint):
-    """The val windows of the data with this fingerprint. UserError if the folder does not hold them."""
+    """The val windows of the data with this fingerprint, None if the folder does not hold them."""
     try:
         train, val = (data.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-        same = data.fingerprint(train.shards + val.shards) == fingerprint
     except UserError:
-        same = False
-    check(same, f'{os.path.abspath(folder)} does not hold the shards of the training')
-    return val
+        return None
+    return val if data.fingerprint(train.shards + val.shards) == fingerprint else None
 
 
 def of_run(folder):
@@ -118,7 +118,7 @@ def of_run(folder):
     missing and why, or ''. It is kept in the run's folder, and counts for the model.pt with the same hash.
     """
     cache, path = Path(folder, CACHE_FILE), Path(folder, 'model.pt')
-    kept = read_json(cache) if cache.exists() else {'numbers': {}, 'distributions': {}}
+    kept = read_json(cache) if cache.exists() else NOTHING
     if kept['numbers'] and not path.exists():  # too large to be kept, perhaps
         return kept, ''
     try:
@@ -127,16 +127,20 @@ def of_run(folder):
             return kept, ''
         checkpoint = load_checkpoint(path)
     except (OSError, UserError):
-        return {'numbers': {}, 'distributions': {}}, 'no statistics: no model.pt that can be read'
+        return NOTHING, 'no statistics: no model.pt that can be read'
 
-    settings = checkpoint['config']
+    settings = read_json(Path(folder, 'config.json'))
+    of_model_pt = {**checkpoint['config'], 'data': settings['data'], 'out': settings['out']}  # may be moved
+    if {**settings, **of_model_pt} != settings:
+        return NOTHING, 'no statistics: model.pt has other settings than config.json'
     gpt = GPT(gpt_config(settings))
     gpt.load_state_dict(checkpoint['model'])
-    try:
-        windows = val_windows(settings['data'], settings['block_size'], settings['vocab_size'],
-                              settings['data_fingerprint'])
-    except UserError as error:
-        return of_model(gpt), f'no statistics of hidden states and logits: {error}'
+    folder_of_data = os.path.abspath(settings['data'])
+    windows = val_windows(folder_of_data, gpt.config.block_size, gpt.config.vocab_size,
+                          settings.get('data_fingerprint'))
+    if windows is None:
+        return of_model(gpt), ('no statistics of hidden states and logits: '
+                               f'{folder_of_data} does not hold the shards of the training')
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     n = min(min(POSITIONS, settings['test_tokens']) // settings['block_size'], len(windows))
     tokens = torch.from_numpy(windows[data.evenly_spaced(n, len(windows))])

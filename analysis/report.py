@@ -47,7 +47,7 @@ def for_terminal(rows):
 
 
 def write_text(path, text):
-    write_atomic(path, lambda file: file.write(text.encode()))
+    write_atomic(path, lambda file: file.write(text.encode(errors='backslashreplace')))
 
 
 def write_page(out, left_out, items):
@@ -60,8 +60,8 @@ def write_page(out, left_out, items):
         else:
             image = base64.b64encode(Path(item['file']).read_bytes()).decode()
             body.append(f'<img src="data:image/png;base64,{image}" alt="{item["title"]}">')
-    links = '<br>\n'.join(f'<a href="#{i}">{item["title"]}</a>' for i, item in enumerate(items))
-    title = f'{html.escape(Path(out).resolve().name)}: output embedding centering'
-    notes = '<br>\n'.join(map(html.escape, left_out))
-    write_text(Path(out, 'report.html'),
-               PAGE.format(title=title, left_out=notes, links=links, body='\n'.join(body)))
+    page = PAGE.format(
+        title=f'{html.escape(Path(out).resolve().name)}: output embedding centering', body='\n'.join(body),
+        left_out='<br>\n'.join(map(html.escape, left_out)),
+        links='<br>\n'.join(f'<a href="#{i}">{item["title"]}</a>' for i, item in enumerate(items)))
+    write_text(Path(out, 'report.html'), page)

@@ -8,6 +8,7 @@ Run folders and csv files. All tables and figures are made from three csv files,
 """
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -124,9 +125,7 @@ def variant(run):
         name += f', shift {run.mu_shift:g}'
     if run.fp32_head:
         name += ', fp32 head'
-    if run.init_from:
-        name += f', from {run.init_from}'
-    return name
+    return name + f', from {run.init_from}' if run.init_from else name
 
 
 def plain_name(rows):
@@ -146,7 +145,7 @@ def worst(diverged):
     return 1 if (diverged == 1).any() else diverged.max(skipna=False)
 
 
-def complete(runs, path):
+def complete(runs):
     """
     Fills in what an empty cell means; adds the columns variant, in_paper_setting (from scratch, without a
     shift or a cap of its own) and capped_loss (as LRS counts it); sorts as the paper does.
@@ -175,11 +174,9 @@ def complete(runs, path):
     by_rule = [diverged(run.test_loss, run.init_loss)[0] for run in runs.itertuples()]
     runs['diverged'] = runs.diverged.fillna(pd.Series(by_rule, runs.index))
 
-    twice = runs[runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed'])]
-    if len(twice):
-        run = twice.iloc[0]
-        raise UserError(f'{path}: {run.variant} {run["size"]} with lr={run.lr:g} and seed={run.seed:.0f} is '
-                        'there twice; runs that differ in anything else should be analysed apart')
+    for run in runs[runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed'])].itertuples():
+        raise UserError(f'{run.Index}: a second {run.variant} {run.size} with lr={run.lr:g} and '
+                        f'seed={run.seed:.0f}; runs that differ in anything else should be analysed apart')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}
     by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
     return runs.sort_values(by, ignore_index=True,
@@ -191,7 +188,7 @@ def read(path):
     path = Path(path)
     runs = read_csv(path, RESULTS, REQUIRED)
     check(len(runs), f'{path}: it has no runs, only a first line')
-    runs = complete(runs, path)
+    runs = complete(runs)
 
     def beside(name, columns):
         file = path.with_name(name)
@@ -218,9 +215,10 @@ def find(folders):
             left_out.append(f'not finished: {folder}')
             continue
         run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
-        run |= {'run': folder.name, 'device': run.get('device_name')}  # the name of the GPU, not the flag
-        twice = [other for other in runs if other.name == folder.name]
-        check(not twice, f'{folder} has the same name as {"".join(map(str, twice))}')
+        missing = [name for name in [*REQUIRED, 'init_loss'] if name not in run]
+        check(not missing, f'{folder}: neither config.json nor result.json has {", ".join(missing)}')
+        run['run'] = os.fsencode(folder).decode(errors='backslashreplace')
+        run['device'] = run.get('device_name')  # the name of the GPU, not the flag
         runs[folder] = {name: math.nan if value is None else value for name, value in run.items()}
     check(runs, '; '.join(left_out) or f'{" ".join(folders)}: no run in there')
     return runs, left_out
@@ -236,7 +234,7 @@ def training_curve(folder, n=1000):
         raise UserError(f'{path}: not readable as lines of JSON ({error})') from error
     log = pd.DataFrame([line for line in log if 'loss' in line])
     every = max(1, math.ceil(len(log) / n))
-    return log.iloc[(len(log) - 1) % every::every].assign(run=folder.name).reindex(columns=CURVES)
+    return log.iloc[(len(log) - 1) % every::every].reindex(columns=CURVES)
 
 
 def collect(runs, out):
@@ -251,12 +249,12 @@ def collect(runs, out):
         measured, no_statistics = measure.of_run(folder)
         run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
         rows.append({**run, **measured['numbers']})
-        curves.append(curve)
+        curves.append(curve.assign(run=run['run']))
         for quantity, numbers in measured['distributions'].items():
-            distributions.append({'run': folder.name, 'quantity': quantity, **numbers})
+            distributions.append({'run': run['run'], 'quantity': quantity, **numbers})
         for reason in (no_statistics, '' if len(curve) else 'no training curve: no log.jsonl'):
             if reason:
-                missing.setdefault(reason, []).append(folder.name)
+                missing.setdefault(reason, []).append(run['run'])
     rows = pd.DataFrame(rows).reindex(columns=RESULTS)
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell would be an error
     write_csv(Path(out, 'results.csv'), rows)

@@ -8,8 +8,8 @@ import pytest
 import analyze
 import prepare_fineweb
 import train
-from conftest import refused, times
 from analysis import bench
+from conftest import refused, times
 from oec import common
 from small_runs import SMALL
 from test_prepare import parquet

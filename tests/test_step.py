@@ -76,41 +76,60 @@ def test_evaluation_is_the_bare_cross_entropy_of_the_evenly_spaced_windows(n_tok
     h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
     assert found == pytest.approx(equations('baseline', h, gpt.E, targets, 0, 0)[0].item(), rel=1e-12)
 
+    gpt = tiny_gpt(dtype='float32', logits_dtype='float32')  # its losses are summed in float64
+    with torch.no_grad():
+        losses = [gpt(part[:, :-1], part[:, 1:])[1]['loss'] for part in windows.split(4)]
+    found = train.evaluate(gpt, data.Windows(str(tmp_path), 'val', 16, 60), n_tokens, micro_batch_size=4)
+    assert found == pytest.approx(torch.cat(losses).double().mean().item(), rel=1e-13)
+
 
 @pytest.mark.parametrize('method, clip, tying', [
-    ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('mu_loss', 0.05, ''), ('mu_centering', 0.5, '')])
+    ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('mu_loss', 0.05, ''), ('mu_centering', 0.5, ''),
+    ('weight_decay', 0, ''), ('coupled_adam', 1, '')])
 def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying, tmp_path):
-    """train.main against a training written out. In two micro-batches a regulariser counts once."""
+    """train.main and its log against a training written out. A regulariser counts once in two micro-batches."""
     tokens = shards(tmp_path)
     flags = dict(data=tmp_path, out=tmp_path / 'run', dtype='float32', device='cpu', seed=5, grad_clip=clip,
                  n_layer=1, n_embd=16, n_head=2, vocab_size=64, block_size=16, lr=0.03, min_lr=1e-3, warmup=2,
                  steps=8, batch_size=4, micro_batch_size=2, eval_tokens=64, test_tokens=64, method=method,
-                 eps=1e-4, log_every=3, **({'lam': 0.3} if method == 'mu_loss' else {}))
+                 eps=1e-4, log_every=3, **({'lam': 0.3} if method in ('mu_loss', 'weight_decay') else {}))
     train.main([f'--{name}={value}' for name, value in flags.items()] + tying.split())
 
     gpt = tiny_gpt(seed=5, weight_tying=bool(tying))
     moments = {p: (0, 0) for p in gpt.parameters()}
-    losses = {}
+    expected = {}
     rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
     for t, lr in enumerate(rates, 1):
         starts = 16 * data.batch_windows(5, t - 1, 4, 124)
         windows = torch.stack([tokens[start:start + 17] for start in starts])
         h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-        losses[t] = equations(method, h, gpt.E, targets, 0.3, 0)
-        gradients = torch.autograd.grad(sum(losses[t]), list(moments))
+        loss, reg = equations(method, h, gpt.E, targets, 0.3, 0)
+        gradients = torch.autograd.grad(loss + reg, list(moments))
         norm = sum(g.square().sum() for g in gradients).sqrt()
+        logits = h @ gpt.E.T
+        mean = logits.mean(dim=1)
+        expected[t] = {
+            'loss': loss, 'reg': reg, 'lr': lr, 'grad_norm': norm, 'logit_mean': mean.mean(),
+            'logit_mean_spread': mean.std(correction=0), 'logit_max': logits.abs().max(),
+            'logit_std': logits.std(dim=1, correction=0).mean(),
+            'logit_absmax': logits.abs().amax(dim=1).mean()}
         scale = min(1, clip / (norm + 1e-6)) if clip else 1  # the 1e-6 is PyTorch's
         with torch.no_grad():
             for p, g in zip(moments, gradients, strict=True):
                 m, v = moments[p]
                 m, v = moments[p] = 0.9 * m + 0.1 * scale * g, 0.95 * v + 0.05 * (scale * g) ** 2
+                if method == 'coupled_adam' and p is gpt.E:
+                    v = v.mean(dim=0)
+                if method == 'weight_decay' and p is gpt.E:
+                    p *= 1 - 0.3
                 p -= lr * m / (1 - 0.9 ** t) / ((v / (1 - 0.95 ** t)).sqrt() + 1e-4)
             if method == 'mu_centering':
                 gpt.E.sub_(gpt.E.mean(dim=0))
+            expected[t]['mu_norm'] = gpt.E.mean(dim=0).norm()
     found = torch.load(tmp_path / 'run' / 'model.pt', weights_only=True)['model']
     close(found, dict(gpt.state_dict()), rtol=0, atol=1e-5, check_dtype=False)  # the run is in fp32
     logged = [entry for entry in log_of(tmp_path / 'run') if 'loss' in entry]
     assert [entry['step'] for entry in logged] == [1, 3, 6, 8]
     for entry in logged:
-        expected = [value.item() for value in losses[entry['step']]]
-        assert [entry['loss'], entry['reg']] == pytest.approx(expected, rel=1e-4)
+        values = {name: torch.as_tensor(value).item() for name, value in expected[entry['step']].items()}
+        assert {name: entry[name] for name in values} == pytest.approx(values, rel=1e-4, abs=1e-6)

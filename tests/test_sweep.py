@@ -117,7 +117,8 @@ def test_the_grids_of_the_paper(fake, grid, methods, lams, tyings, name):
     planned = [(run.method, run.lr, run.size, run.weight_tying, run.lam) for run in runs]
     assert sorted(planned, key=str) == sorted(product(methods, LRS, SIZES, tyings, lams), key=str)
     given = {'method', 'lr', 'size', 'weight_tying', 'lam', 'out'}
-    defaults = {name: value for name, value in vars(train.parser().parse_args([])).items() if name not in given}
+    defaults = vars(train.parser().parse_args([]))
+    defaults = {name: value for name, value in defaults.items() if name not in given}
     assert all(vars(run).items() >= defaults.items() for run in runs)  # 100,000 steps, seed 1, ...
     assert f'out/{grid}/{name}' in {run.out for run in runs}
 
@@ -144,7 +145,7 @@ def test_the_variables_replace_the_lists_of_a_grid(fake):
     (6, '5,4', 2, '', ['4', '5']), (6, '-1', 2, '', ['-1', '-1'])])
 def test_each_run_has_its_own_gpus(fake, there, visible, jobs, nproc, given):
     """A power of two of them, which divides the batch, if NPROC does not say."""
-    fake.program('nvidia-smi', ''.join(f'echo "GPU {i}: NVIDIA H100 (UUID: GPU-{i}a)"\n' for i in range(there)))
+    fake.program('nvidia-smi', ''.join(f'echo "GPU {i}: NVIDIA H100 (UUID: a)"\n' for i in range(there)))
     env = {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}
     sweep = fake.start_and_hold(jobs, 0, grid='paper', SIZES='16M', NPROC=nproc, JOBS=str(jobs), **env)
     assert sorted(line[2] for line in fake.started()) == given

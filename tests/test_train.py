@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import train
+from analysis import bench
 from conftest import finish, folder_hash, process, refused
 from model import GPT, METHODS, gpt_config
-from analysis import bench
 from oec import common, data, machine
 from small_runs import SMALL, assert_same, load, log_of, result_of, signal_at, state_of
 
@@ -85,6 +85,11 @@ def test_muon_head_steps_E_with_muon_and_the_rest_with_adamw(trained):
     del others['lm_head.weight']
     assert_same(first, others)
     assert log_of(muon)[-2]['mu_norm'] < 0.1 * log_of(adamw)[-2]['mu_norm']
+
+    optimizers = load(muon, 'model_6.pt')['optimizer']
+    groups = [optimizer['param_groups'][0] for optimizer in optimizers]
+    assert [group['lr'] for group in groups] == 2 * [log_of(muon)[6]['lr']] != 2 * [1e-2]
+    assert [group['weight_decay'] for group in groups] == [0, 0]
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -217,7 +222,8 @@ def test_wandb_or_else_trackio_gets_every_line_of_the_log_in_one_run(package, tr
     assert seen[0] == ('mine', 'allow', run_id, f'{out} {run_id}')
     assert seen[1:] == [(e['step'], e.get('loss')) for e in log_of(out)]
     os.unlink(f'{out}/result.json')
-    shutil.copy(f'{trained("kept", "--steps=2", "--keep_every=2", "--wandb=mine")}/model_2.pt', f'{out}/ckpt.pt')
+    kept = trained('kept', '--steps=2', '--keep_every=2', '--wandb=mine')
+    shutil.copy(f'{kept}/model_2.pt', f'{out}/ckpt.pt')
     del seen[:]
     trained('run', '--steps=2', '--wandb=mine')
     assert seen[0][2:] == (run_id, f'{out} {run_id}')
