@@ -150,6 +150,7 @@ def complete(runs):
     Fills in what an empty cell means; adds the columns variant, in_paper_setting (from scratch, without a
     shift or a cap of its own) and capped_loss (as LRS counts it); sorts as the paper does.
     """
+    check_cells((runs.run == '') | ~runs.run.duplicated(), runs.run, 'of one run')
     check_cells(runs.lr > 0, runs.lr, 'above 0')
     check_cells(runs.weight_tying.isin([0, 1]), runs.weight_tying, '0 or 1')
     check_cells(runs.diverged.isin([0, 1]) | runs.diverged.isna(), runs.diverged, '0 or 1')
