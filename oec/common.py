@@ -10,8 +10,8 @@ import sys
 
 class UserError(Exception):
     """
-    Ends a program with one line: status 2 for what the user gave, 1 for a network or a disk that failed. Of
-    several processes the first on each machine prints it, or one that is `alone` with it.
+    Ends a program with one line: status 2 for what the user gave, 1 for a network or a disk that failed. With
+    several processes LOCAL_RANK 0 prints it for all; alone=True: only this one raised it, so it prints.
     """
 
     def __init__(self, message, status=2, alone=False):
@@ -50,7 +50,7 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whol
     """An argparse type: a finite number, written 3, 1e-1 or 13.1e9, within these limits."""
     limits = {'from': least, 'above': above, 'to': most, 'below': below}
     wanted = 'a whole number' if whole else 'a number'
-    wanted += ''.join(f' {word} {limit:g}' for word, limit in limits.items() if math.isfinite(limit))
+    wanted += ''.join(f' {word} {limit:.10g}' for word, limit in limits.items() if math.isfinite(limit))
 
     def parse(text):
         try:
@@ -65,7 +65,7 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whol
 
 
 def user_path(text):
-    """An argparse type: a path, where ~ is the home folder. A shell leaves it in --out=~/runs."""
+    """An argparse type: a path. bash does not expand the ~ of --out=~/runs."""
     return os.path.expanduser(text)
 
 
@@ -78,8 +78,8 @@ def write_atomic(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f'{path}: cannot be written ({error.strerror})', status=1) from error
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
+        raise UserError(f'{path}: cannot be written ({error.__context__ or error})', status=1) from error
     folder = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
     with contextlib.suppress(OSError):  # not every file system can do it
         os.fsync(folder)  # or a power cut could undo the rename

@@ -16,7 +16,7 @@ import numpy as np
 from oec.common import UserError, check, read_json, write_atomic
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
-SHARD = '*_{}_' + 6 * '[0-9]' + '.bin'  # .format('val') matches the names of val shards
+SHARD = '*_{}_' + 6 * '[0-9]' + '.bin'  # SHARD.format('val') is the glob of val shards
 
 
 def write_shard(path, tokens):

@@ -1,5 +1,6 @@
 """The machine that a run is on: its device, and the processes that torchrun started."""
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ def torchrun_env():
     (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE) as torchrun or a scheduler sets them, else (0, 0, 1, 1).
     UserError if they are not those of one launch, but left over from another, say.
     """
-    names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE']
-    given = {name: os.environ[name] for name in [*names, 'LOCAL_WORLD_SIZE'] if name in os.environ}
+    names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE']
+    given = {name: os.environ[name] for name in names if name in os.environ}
     if not given:
         return 0, 0, 1, 1
     ok = all(value.isascii() and value.isdigit() for value in given.values())
@@ -33,7 +34,7 @@ def torchrun_env():
         words = ', '.join(f'{name}={value}' for name, value in given.items())
         raise UserError(f'the environment has {words}; should have {", ".join(names)}, MASTER_ADDR and '
                         'MASTER_PORT of one launch, as torchrun sets them, or none of these', alone=True)
-    return *(int(given[name]) for name in names), int(given.get('LOCAL_WORLD_SIZE', 1))
+    return tuple(int(given[name]) for name in names)
 
 
 def rank():
@@ -48,19 +49,19 @@ def world_size():
 
 def set_up(args, local_rank, world_size):
     """Joins the other processes and returns the device of this one."""
-    if world_size > 1:
-        dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')  # gloo: settings
+    os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # huge pages: page faults took 1/5 of a step on a CPU
+    if world_size > 1:  # gloo gathers the settings
+        dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
     device = torch.device(args.device)
-    os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # huge pages: fresh memory is a fifth of a step
     if args.device == 'cuda':
         device = torch.device('cuda', local_rank)
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider: not on all GPUs
+        torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider: not on every GPU
     if args.compile:
         refuse_without_compiler(device)
     return device
@@ -111,4 +112,4 @@ def cleanup_distributed():
 def peak_flops(device):
     """The BF16 peak of a device in FLOP/s, whatever a run's dtype is, or None where PEAK_TFLOPS has none."""
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'
-    return next((1e12 * peak for gpu, peak in PEAK_TFLOPS.items() if gpu in name), None)
+    return next((1e12 * peak for gpu, peak in PEAK_TFLOPS.items() if re.search(rf'\b{gpu}\b', name)), None)

@@ -66,7 +66,8 @@ def ranks(world, argv, stderr, main=train.main, prepare=(), nodes=None):
     """
     with socket.socket() as s:
         port = next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
-    shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+    shared = {'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': '1' if nodes else str(world),
+              'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
     return [process(main, [*argv, *(nodes[rank] if nodes else [])], stderr=f'{stderr}{rank}', prepare=prepare,
                     env={**shared, 'RANK': str(rank), 'LOCAL_RANK': '0' if nodes else str(rank)})
             for rank in range(world)]

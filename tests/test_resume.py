@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from conftest import finish, folder_hash, process, refused
+from conftest import finish, folder_hash, one_line, process, refused
 from oec import common, data
 from oec.run_folder import RunFolder
 from small_runs import SMALL, assert_same, load, signal_at, state_of
@@ -83,6 +83,7 @@ def test_after_signals_and_full_disks_the_same_command_resumes(corpus, whole, tm
 
     def full_at(size):  # the largest size of a file
         stopped(1, resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+        assert 'cannot be written' in one_line(tmp_path / 'stderr')
     full_at(100_000)  # within the first checkpoint
     stopped(130, signal_at, signal.SIGINT, 'train_step', 2)
     assert (tmp_path / 'stderr').read_text() == ''

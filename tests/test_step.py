@@ -87,7 +87,7 @@ def test_evaluation_is_the_bare_cross_entropy_of_the_evenly_spaced_windows(n_tok
     ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('mu_loss', 0.05, ''), ('mu_centering', 0.5, ''),
     ('weight_decay', 0, ''), ('coupled_adam', 1, '')])
 def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying, tmp_path):
-    """train.main and its log against a training written out. A regulariser counts once in two micro-batches."""
+    """train.main and its log against a training written out. In two micro-batches reg counts once."""
     tokens = shards(tmp_path)
     flags = dict(data=tmp_path, out=tmp_path / 'run', dtype='float32', device='cpu', seed=5, grad_clip=clip,
                  n_layer=1, n_embd=16, n_head=2, vocab_size=64, block_size=16, lr=0.03, min_lr=1e-3, warmup=2,

@@ -142,11 +142,15 @@ def test_the_variables_replace_the_lists_of_a_grid(fake):
 
 @pytest.mark.parametrize('there, visible, jobs, nproc, given', [
     (3, None, 1, '', ['0,1']), (6, None, 2, '', ['0,1', '2,3']), (6, None, 2, '3', ['0,1,2', '3,4,5']),
-    (6, '5,4', 2, '', ['4', '5']), (6, '-1', 2, '', ['-1', '-1'])])
+    (6, '5,4', 2, '', ['4', '5']), (6, '-1', 2, '', ['-1', '-1']), (2, None, 3, '', None)])
 def test_each_run_has_its_own_gpus(fake, there, visible, jobs, nproc, given):
     """A power of two of them, which divides the batch, if NPROC does not say."""
     fake.program('nvidia-smi', ''.join(f'echo "GPU {i}: NVIDIA H100 (UUID: a)"\n' for i in range(there)))
     env = {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}
+    if given is None:  # too few
+        error = fake.run(2, 'paper', JOBS=str(jobs))[1]
+        assert re.fullmatch('error: .*JOBS=3.*\n', error)
+        return
     sweep = fake.start_and_hold(jobs, 0, grid='paper', SIZES='16M', NPROC=nproc, JOBS=str(jobs), **env)
     assert sorted(line[2] for line in fake.started()) == given
     os.killpg(sweep.pid, signal.SIGTERM)

@@ -201,29 +201,33 @@ def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_star
     assert not os.path.exists(tmp_path / 'bad')
 
 
-@pytest.mark.parametrize('package', ['wandb', 'trackio'])
-def test_wandb_or_else_trackio_gets_every_line_of_the_log_in_one_run(package, trained, monkeypatch, tmp_path):
-    """A run that resumes goes on there as well: wandb knows it by its id, trackio by its name."""
+def test_wandb_gets_every_line_of_the_log_in_one_run(trained, monkeypatch, tmp_path):
+    """A run that resumes goes on there as well. Without wandb or its key nothing is written."""
     seen = []
 
-    def init(project, name, resume, config):
+    class Error(Exception):
+        pass
+
+    def init(project, id, name, resume, config):
         if project == 'locked':
-            raise OSError('no API key')
-        seen.append((project, resume, os.environ['WANDB_RUN_ID'], name))
+            raise Error('no API key')
+        seen.append((project, id, resume))
         return SimpleNamespace(log=lambda entry, step: seen.append((step, entry.get('loss'))))
     monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace())  # a folder of this name, say
-    monkeypatch.setitem(sys.modules, 'trackio', None)
     refused(lambda: trained('none', '--wandb=mine'), '--wandb', 'pip install')
-    monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(init=init, Error=Error))
     refused(lambda: trained('none', '--wandb=locked'), '--wandb=locked', 'no API key')
     assert os.listdir(tmp_path) == []
     out = trained('run', '--steps=2', '--wandb=mine')
     run_id = common.read_json(f'{out}/config.json')['run_id']
-    assert seen[0] == ('mine', 'allow', run_id, f'{out} {run_id}')
+    assert seen[0] == ('mine', run_id, 'allow')
     assert seen[1:] == [(e['step'], e.get('loss')) for e in log_of(out)]
-    os.unlink(f'{out}/result.json')
     kept = trained('kept', '--steps=2', '--keep_every=2', '--wandb=mine')
     shutil.copy(f'{kept}/model_2.pt', f'{out}/ckpt.pt')
-    del seen[:]
+    os.unlink(f'{out}/result.json')
+    with common.lock_folder(out):
+        del seen[:]
+        refused(lambda: trained('run', '--steps=2', '--wandb=mine'), out, status=1)
+        assert seen == []  # that of a run in progress is left alone
     trained('run', '--steps=2', '--wandb=mine')
-    assert seen[0][2:] == (run_id, f'{out} {run_id}')
+    assert seen[0] == ('mine', run_id, 'allow')

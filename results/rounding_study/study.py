@@ -18,10 +18,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from analysis.plots import COLORS  # noqa: E402
 from analysis.runs import NAMES  # noqa: E402
-from model import GPT, gpt_config, head_loss  # noqa: E402
+from model import GPT, chunked_head_loss, gpt_config  # noqa: E402
 from oec.common import read_json  # noqa: E402
 from oec.data import Windows, evenly_spaced  # noqa: E402
-from oec.head import chunked  # noqa: E402
 from oec.run_folder import load_checkpoint  # noqa: E402
 
 LONG = 1000  # steps of the runs at a constant learning rate
@@ -40,7 +39,7 @@ def rounding_loss(folder, n_tokens=16_384):
     h = torch.cat([gpt.hidden(tokens[None, :-1]).flatten(0, 1) for tokens in batch]).bfloat16().float()
     E = gpt.E.bfloat16().float()
     targets = batch[:, 1:].flatten()
-    losses = {dtype: chunked(head_loss)(h, E, targets, replace(config, logits_dtype=dtype))[1]['loss']
+    losses = {dtype: chunked_head_loss(h, E, targets, replace(config, logits_dtype=dtype))[1]['loss']
               for dtype in ('bfloat16', 'float32')}
     return (losses['bfloat16'] - losses['float32']).mean().item()
 
