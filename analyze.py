@@ -3,7 +3,6 @@ From checkpoints to statistics, tables, figures and a page for the browser.
 
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
-    python analyze.py --theory                          # the paper's figures that need no runs
     python analyze.py --hf MODEL                        # the same quantities of a model that others trained
 
 Models become statistics (analysis/measure.py), runs become csv files (runs.py), and from these files alone
@@ -14,7 +13,7 @@ import html
 from importlib.util import find_spec
 from pathlib import Path
 
-from analysis import plots, report, runs, tables, theory
+from analysis import plots, report, runs, tables
 from oec.common import check, lock_folder, number, parse_args, program, user_path
 
 
@@ -27,7 +26,6 @@ def parser():
     add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead; it needs the columns '
         f'{", ".join(runs.REQUIRED)}, and may have {", ".join(optional)}')
     add('--out', type=user_path, help='folder to write to (default: in results/, called like the input)')
-    add('--theory', action='store_true', help="the paper's Figures 1, 6 and 7, which need no runs")
     add('--hf', nargs='+', type=user_path, metavar='MODEL', help="others': folders, NAME or NAME@REVISION")
     add('--text', type=user_path, metavar='FILES', help='with --hf: a quoted glob of .txt, .jsonl or '
         ".parquet files (column: text); default: the source of Python's standard library")
@@ -39,18 +37,9 @@ def parser():
 
 def check_flags(args):
     sources = [source for source in (args.runs, args.results, args.hf) if source]
-    check(len(sources) == 1 or (args.theory and not sources),
-          'give one of run folders, such as out/demo, --results=FILE.csv, --theory and --hf MODEL')
-    check(not (args.theory and args.hf), '--theory and --hf do not go together')
+    check(len(sources) == 1, 'give one of run folders, such as out/demo, --results=FILE.csv and --hf MODEL')
     for_hf = (args.text, args.positions, args.center_to)
     check(args.hf or for_hf == (None, None, None), '--text, --positions and --center_to need --hf')
-
-
-def default_out(args):
-    """results/ and the name of the sweep or of the csv file."""
-    path = Path(args.results or (args.runs or ['theory'])[0]).resolve()
-    path = path.parent if path.name == 'results.csv' else path
-    return Path('results', path.name.removesuffix('.csv'))
 
 
 def main(argv=None):
@@ -60,35 +49,33 @@ def main(argv=None):
         check(find_spec('transformers'), '--hf needs transformers: pip install transformers')
         from analysis import hf
         return hf.main(args)
-    out = args.out or default_out(args)
+    source = Path(args.results or args.runs[0]).resolve()
+    source = source.parent if source.name == 'results.csv' else source
+    out = args.out or Path('results', source.name.removesuffix('.csv'))
 
     # what there is; if it cannot be read, nothing is written
     left_out = []  # lines that say which runs, and why
     if args.runs:
         finished, left_out = runs.find(args.runs)
-    if args.results:
+    else:
         data = runs.read(args.results)
 
-    items = []
     with lock_folder(out, wait=True):
         if args.runs:  # run folders -> csv files
             left_out += runs.collect(finished, out)
             data = runs.read(Path(out, 'results.csv'))
-        if args.runs or args.results:  # csv files -> tables and figures
-            all_runs, curves, distributions = data
-            of_seeds = tables.lrs_of_seeds(all_runs)
-            lrs = tables.lrs_rows(of_seeds)
-            all_tables = tables.make(all_runs, lrs)
-            runs.write_csv(Path(out, 'lrs.csv'), lrs)
-            report.write_text(Path(out, 'tables.md'), '\n'.join(map(report.markdown, all_tables)))
-            items += plots.draw(all_runs, of_seeds, curves, distributions, out) + all_tables
-        if args.theory:
-            items += theory.draw(out)
-        report.write_page(out, left_out, items)
+        all_runs, curves, distributions = data  # csv files -> tables and figures
+        of_seeds = tables.lrs_of_seeds(all_runs)
+        lrs = tables.lrs_rows(of_seeds)
+        all_tables = tables.make(all_runs, lrs)
+        runs.write_csv(Path(out, 'lrs.csv'), lrs)
+        report.write_text(Path(out, 'tables.md'), '\n'.join(map(report.markdown, all_tables)))
+        figures = plots.draw(all_runs, of_seeds, curves, distributions, out)
+        report.write_page(out, left_out, figures + all_tables)
 
-    for item in items:
-        if 'LRS' in item['title'] and 'rows' in item:  # of the tables, those that sum all up
-            print('', html.unescape(item['title']), report.for_terminal(item['rows']), sep='\n')
+    for table in all_tables:
+        if 'LRS' in table['title']:  # those that sum all up
+            print('', html.unescape(table['title']), report.for_terminal(table['rows']), sep='\n')
     print('', *left_out, f'wrote {out}; open {Path(out, "report.html")} in a browser', sep='\n')
     return 0
 

@@ -1,9 +1,7 @@
 """
-Measures the paper's quantities, and what BF16 costs, on causal language models that others trained, and along
-the checkpoints of a training. By Fact 2 a finished model can be centered without training (--center_to). No
-code that comes with a model is run.
+The paper's quantities, and what BF16 costs, of causal language models that others trained, and along the
+checkpoints of a training; by Fact 2 a finished model can be centered. No code that comes with a model is run.
 """
-import contextlib
 import html
 import math
 import os
@@ -14,77 +12,50 @@ from pathlib import Path
 import pandas as pd
 import torch
 import transformers
-from safetensors import safe_open
 from tqdm import tqdm
-from transformers.utils import cached_file
 
 from analysis import measure, plots, report, runs
 from model import GPTConfig, chunked_head_loss, join_stats, summarize
 from oec import sources
-from oec.common import check, lock_folder, read_json
+from oec.common import check, lock_folder
 
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
+PIECE = 2**18  # characters of a text that are tokenised at a time
 CAPTION = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; cost: '
-        'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped.')
-UNREADABLE = '--hf={}: not a causal language model that can be read'
+        'bf16 - fp32. bf16_centered: with E - μ, if no logit is capped. (Section 3)')
 STEP = re.compile(r'(?<![a-z])(?:step|checkpoint|ckpt|iter)[-_=]?(\d+)(?![\w.])', re.IGNORECASE)
 transformers.logging.set_verbosity_error()
 
 
 def place(name):
-    """FOLDER, NAME or NAME@REVISION -> the folder or hub name, and the options of from_pretrained."""
+    """FOLDER, NAME or NAME@REVISION -> the folder or name, and the revision."""
     path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
-    return path, dict(revision=revision or 'main', trust_remote_code=False)
+    return path, revision or 'main'
 
 
 def training_and_step(name):
-    """
-    What a model's name says of its training: a/checkpoint-500 -> (a, 500), b@stage1-step20-tokens1B ->
-    (b@stage1, 20). The step is in the last component of a folder or in the revision, else it is NaN.
-    """
-    path, options = place(name)
-    last = os.path.basename(path.rstrip('/')) if name == path else options['revision']
+    """a/checkpoint-500 -> (a, 500), b@stage1-step20-tokens1B -> (b@stage1, 20), others -> (name, NaN)."""
+    path, revision = place(name)
+    last = os.path.basename(path.rstrip('/')) if name == path else revision
     steps = list(STEP.finditer(last))
     if not steps:
         return name, math.nan
     return name.rpartition(steps[-1][0])[0].rstrip('/@-_'), int(steps[-1][1])
 
 
+def from_pretrained(kind, name, **options):
+    """What an Auto class of transformers makes of a model's name."""
+    path, revision = place(name)
+    with sources.naming(f'--hf={name}: not a causal language model that can be read'):
+        return kind.from_pretrained(path, revision=revision, trust_remote_code=False, **options)
+
+
 def load(name):
-    """The model of this name, in its own dtype, and its tokenizer."""
-    path, options = place(name)
-    with sources.naming(UNREADABLE.format(name)):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype='auto', output_loading_info=True, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+    """The model of this name, in its own dtype."""
+    model, info = from_pretrained(
+        transformers.AutoModelForCausalLM, name, dtype='auto', output_loading_info=True)
     check(not info['missing_keys'], f'--hf={name}: its files lack weights')
-    return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu'), tokenizer
-
-
-def load_output_embeddings(name):
-    """
-    E (V, H) of the model of this name. If its safetensors files have one tensor that can be E, no other is
-    read; if they have two, such as both of a tied pair, transformers decides, with the whole model.
-    """
-    path, options = place(name)
-    file_of = {}  # tensor name -> file
-    with sources.naming(UNREADABLE.format(name)):
-        config = transformers.AutoConfig.from_pretrained(path, **options)
-        with torch.device('meta'):
-            shapes = transformers.AutoModelForCausalLM.from_config(config)
-        with contextlib.suppress(OSError):  # if there are several files
-            file_of = read_json(cached_file(path, 'model.safetensors.index.json', **options))['weight_map']
-        with contextlib.suppress(OSError):  # if there is one
-            with safe_open(cached_file(path, 'model.safetensors', **options), 'pt') as file:
-                file_of = dict.fromkeys(file.keys(), 'model.safetensors')
-        E = shapes.get_output_embeddings().weight
-        names = [f'.{key}' for key, p in shapes.named_parameters(remove_duplicate=False) if p is E]
-        keys = [key for key in file_of  # which may lack the first part of a name
-                if any(whole.endswith(f'.{key}') for whole in names)]
-        if len(keys) == 1:
-            with safe_open(cached_file(path, file_of[keys[0]], **options), 'pt') as file:
-                return file.get_tensor(keys[0])
-    return load(name)[0].get_output_embeddings().weight
+    return model.eval().to('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def final_states(model, tokens):
@@ -107,25 +78,17 @@ def head_config(name, model):
     return GPTConfig(cap=cap, logits_dtype='bfloat16')
 
 
-def first_tokens(tokenizer, text, n):
-    """At least n tokens of a text, if it has so many, without tokenising all of a long one."""
-    length = 8 * n  # characters
-    tokens = tokenizer(text[:length])['input_ids']
-    while len(tokens) < n and length < len(text):
-        length *= 2
-        tokens = tokenizer(text[:length])['input_ids']
-    return tokens
-
-
 def read_windows(model, tokenizer, pattern, n):
     """At least n tokens, if there are so many, of the text that `pattern` names: (windows, length + 1)."""
     max_length = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
     length = min(WINDOW, max_length, n)
     n_tokens = -(-n // length) * (length + 1)  # in whole windows
     paths = sources.local_files(pattern, '--text') if pattern else sources.stdlib_files()
+    texts = (text for _, _, text in sources.read_texts(paths))
+    pieces = (text[i:i + PIECE] for text in texts for i in range(0, len(text), PIECE))
     tokens = []
-    for _, _, text in sources.read_texts(paths):
-        tokens += first_tokens(tokenizer, text, n_tokens - len(tokens))
+    for piece in pieces:
+        tokens += tokenizer(piece)['input_ids']
         if len(tokens) >= n_tokens:
             break
     n_tokens = min(n_tokens, len(tokens) // (length + 1) * (length + 1))
@@ -137,17 +100,18 @@ def read_windows(model, tokenizer, pattern, n):
 def measure_model(name, args):
     """Loads, measures and, if asked to, centers a model -> its row of models.csv."""
     training, step = training_and_step(name)
-    row = {'model': name, 'training': training, 'step': step}
+    model = load(name)
+    E = model.get_output_embeddings().weight.float()
+    row = {'model': name, 'training': training, 'step': step, 'V': len(E), 'H': E.size(1),
+           **measure.of_embeddings(E)}
     if args.positions == 0:
-        E = load_output_embeddings(name).float()
-        return {**row, 'V': len(E), 'H': E.size(1), **measure.of_embeddings(E)}
+        return row
 
-    model, tokenizer = load(name)
+    tokenizer = from_pretrained(transformers.AutoTokenizer, name)
     config = head_config(name, model)
     check(not (config.cap and args.center_to), f'--center_to={args.center_to}: the logits of {name} are '
           'capped, and centering would change their probabilities')
     in_fp32 = replace(config, logits_dtype='float32')
-    E = model.get_output_embeddings().weight.float()
     mu = E.mean(dim=0)
     windows = read_windows(model, tokenizer, args.text, args.positions or POSITIONS)
     parts = []
@@ -161,11 +125,9 @@ def measure_model(name, args):
             stats['bf16_centered'] = centered[1]['loss']
         parts.append({name: values.double().cpu() for name, values in stats.items()})
     numbers = summarize(join_stats(parts), E)
-    row |= {'V': len(E), 'H': E.size(1), **measure.of_embeddings(E), 'positions': windows[:, 1:].numel(),
-            **numbers, 'cost': numbers['bf16'] - numbers['fp32']}
     if args.center_to:  # last: it changes the model
         center(name, args.center_to, model, tokenizer)
-    return row
+    return {**row, 'positions': windows[:, 1:].numel(), **numbers, 'cost': numbers['bf16'] - numbers['fp32']}
 
 
 @torch.no_grad()
@@ -189,7 +151,7 @@ def main(args):
     shown = measured.drop(columns='training').dropna(axis='columns', how='all')
     rows = shown.set_index(shown.model.map(html.escape)).drop(columns='model').map('{:.5g}'.format)
     rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
-    items = [dict(title='Output embeddings and logits', where='Section 3', rows=rows, caption=CAPTION)]
+    items = [dict(title='Output embeddings and logits', rows=rows, caption=CAPTION)]
     out = args.out or Path('results', 'hf-' + args.hf[0].replace('/', '--'))
     with lock_folder(out, wait=True):
         runs.write_csv(Path(out, 'models.csv'), measured)

@@ -36,10 +36,7 @@ def of_embeddings(E):
 
 
 def centering_ratios(h, E):
-    """
-    What centering would do to the exact logits l_i = e_i . h, each (N,): r_log = max |l*_i| / max |l_i| (Eq.
-    11), r_cos, the same of the cosines with h, and cos(mu, h).
-    """
+    """Of exact logits, each (N,): r_log = max |l*_i| / max |l_i| (Eq. 11), r_cos of cosines, cos(mu, h)."""
     largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dim=1)  # max |x_i|, without a copy
     mu = E.mean(dim=0)
     logits, mu_h = h @ E.T, h @ mu
@@ -53,10 +50,7 @@ def centering_ratios(h, E):
 
 @torch.no_grad()
 def statistics(h, E, targets, config):
-    """
-    A dict name -> values of each position (N,), on the CPU: the loss and the statistics of the logits as the
-    model rounds and caps them, and the ratios of the exact logits, which take a product of their own.
-    """
+    """Name -> (N,), on the CPU: loss and statistics of the logits as rounded and capped; centering_ratios."""
     def head(h, E_rounded, targets, config, with_stats):
         total, stats = head_loss(h, E_rounded, targets, config, with_stats)
         return total, {**stats, **centering_ratios(h.float(), E.float())}
@@ -83,23 +77,23 @@ def of_model(gpt, windows=None):
     a dict quantity -> summary of what distributions.csv keeps}. Without windows, what E alone says.
     """
     E, config = gpt.E, gpt.config
-    r_emb = summary(norm_ratios(E).cpu())
-    numbers = {**of_embeddings(E), 'r_emb_below_1': r_emb['below_1']}
+    distributions = {'r_emb': summary(norm_ratios(E).cpu())}
+    numbers = {**of_embeddings(E), 'r_emb_below_1': distributions['r_emb']['below_1']}
+    measured = {'numbers': numbers, 'distributions': distributions}
     if windows is None:
-        return {'numbers': numbers, 'distributions': {'r_emb': r_emb}}
+        return measured
 
     parts = []
     for batch in windows.to(E.device).split(max(1, 16384 // config.block_size)):
         h = gpt.hidden(batch[:, :-1]).flatten(0, 1)
         parts.append(statistics(h, E, batch[:, 1:].flatten(), config))
     stats = {name: x.double() for name, x in join_stats(parts).items()}
-    distributions = {'r_emb': r_emb, **{name: summary(x) for name, x in stats.items()}}
+    distributions |= {name: summary(x) for name, x in stats.items()}
     # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token
     r_log = stats['r_log'][stats['r_cos'] < 1]
-    return {'distributions': distributions, 'numbers': {
-        **numbers, **summarize(stats, E),
-        'r_cos_below_1': distributions['r_cos']['below_1'],
-        'r_log_below_1_too': (r_log < 1).double().mean().item()}}  # NaN if no r_cos is below 1
+    numbers |= {**summarize(stats, E), 'r_cos_below_1': distributions['r_cos']['below_1'],
+                'r_log_below_1_too': (r_log < 1).double().mean().item()}  # NaN if no r_cos is below 1
+    return measured
 
 
 @functools.cache  # the runs of a sweep have the same data

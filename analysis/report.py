@@ -1,6 +1,6 @@
 """
 Tables as Markdown, and report.html: figures and tables on one page that needs no other file. Both are made of
-items, dicts with a title, where (the place in the paper), a caption, and rows or an image file. All is HTML.
+items, dicts with a title, a caption, and rows or an image file. All is HTML.
 """
 import base64
 import html
@@ -26,18 +26,14 @@ PAGE = """<!doctype html>
 """
 
 
-def full_caption(item):
-    """What is shown, and where it is in the paper."""
-    return f'{item["caption"]} ({item["where"]})' if item['where'] else item['caption']
-
-
 def markdown(table):
+    """A table as Markdown; what would be a sign of it is escaped."""
     def escape(text):
         return re.sub(r'([\\`*|~$\[\]]|\b_|_\b)', r'\\\1', text)
     rows = table['rows'].map(escape).rename(columns=escape)
     align = ['left'] + ['right'] * (rows.shape[1] - 1)
     grid = rows.to_markdown(index=False, disable_numparse=True, colalign=align)
-    return f'### {escape(table["title"])}\n\n{grid}\n\n{full_caption(table)}\n'
+    return f'### {escape(table["title"])}\n\n{grid}\n\n{table["caption"]}\n'
 
 
 def for_terminal(rows):
@@ -54,7 +50,7 @@ def write_page(out, left_out, items):
     """Writes report.html; `left_out` are lines about runs that are not in it."""
     body = []
     for i, item in enumerate(items):
-        body.append(f'<h2 id="{i}">{item["title"]}</h2>\n<p>{full_caption(item)}</p>')
+        body.append(f'<h2 id="{i}">{item["title"]}</h2>\n<p>{item["caption"]}</p>')
         if 'rows' in item:
             body.append('<div>' + item['rows'].to_html(index=False, escape=False, border=0) + '</div>')
         else:

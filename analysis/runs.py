@@ -41,10 +41,7 @@ def check_cells(ok, column, wanted):
 
 
 def read_csv(path, columns, required):
-    """
-    These columns of a csv file, words and numbers, NaN for what is unknown or not finite; the index says the
-    line. UserError if it is not such a file, which names the first wrong cell.
-    """
+    """These columns of a csv file, NaN for a number that is not known or finite; the index says the line."""
     try:
         cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig',
                             skip_blank_lines=False).fillna('')
@@ -73,14 +70,15 @@ def write_csv(path, rows, float_format=None):
     write_atomic(path, lambda file: rows.to_csv(file, index=False, float_format=float_format))
 
 
+NO_CURVE = pd.DataFrame(columns=CURVES, dtype=float)
 LEARNED = 0.1  # nats
 RISEN = 0.5    # nats
 
 
-def diverged(test_loss, init_loss, curve=None, lines=20, windows=20):
+def diverged(test_loss, init_loss, curve=NO_CURVE, lines=20, windows=20):
     """
-    Whether a run diverged -> (1, 0, or NaN for unknown; the step where it shows, or NaN). The rule is ours,
-    the paper gives none. `curve` is the training log, if there is one, with step, loss and lr.
+    Whether a run diverged -> (1, 0, or NaN for unknown; the step where it shows, or NaN), by our rule, as the
+    paper gives none. `curve` is the training log with step, loss and lr.
 
     A run diverged if a loss or weight was not finite, so that it has no test loss; if it ends less than
     LEARNED below its loss at initialisation; or if the median training loss of a window after warm-up is more
@@ -88,14 +86,12 @@ def diverged(test_loss, init_loss, curve=None, lines=20, windows=20):
     of the log but at least `lines` lines, so that noise does not move its median by that much. A log of less
     than three windows cannot show that a run did not diverge.
     """
-    has_log = curve is not None and len(curve) > 0
     if not math.isfinite(test_loss):
-        return 1, curve.step.iloc[-1] if has_log else math.nan
+        return 1, curve.step.max()
 
-    n = 0  # the number of windows
-    if has_log:
-        warmed_up = curve[curve.step > curve.step[curve.lr.idxmax()]]
-        n = min(windows, len(warmed_up) // lines)
+    end_of_warmup = curve.step[curve.lr == curve.lr.max()].min()
+    warmed_up = curve[curve.step > end_of_warmup]
+    n = min(windows, len(warmed_up) // lines)  # windows
     if n > 0:
         window = np.arange(len(warmed_up)) * n // len(warmed_up)
         medians = warmed_up.groupby(window).agg(step=('step', 'first'), loss=('loss', 'median'))
@@ -146,10 +142,7 @@ def worst(diverged):
 
 
 def complete(runs):
-    """
-    Fills in what an empty cell means; adds the columns variant, in_paper_setting (from scratch, without a
-    shift or a cap of its own) and capped_loss (as LRS counts it); sorts as the paper does.
-    """
+    """Fills in what empty cells mean, adds what RUN_COLUMNS and LRS need, and sorts as the paper does."""
     check_cells((runs.run == '') | ~runs.run.duplicated(), runs.run, 'of one run')
     check_cells(runs.lr > 0, runs.lr, 'above 0')
     check_cells(runs.weight_tying.isin([0, 1]), runs.weight_tying, '0 or 1')
@@ -158,13 +151,13 @@ def complete(runs):
     for name in ('lr', 'lam'):  # they are one if they are written alike: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     default_lam = runs.method.map(METHODS).astype(float)
-    has_no_lam = runs.method.isin(METHODS) & default_lam.isna()  # whatever the csv says
-    runs['lam'] = runs.lam.fillna(default_lam).mask(has_no_lam)
+    # a method without λ has none, whatever the csv says
+    runs['lam'] = runs.lam.fillna(default_lam).mask(runs.method.isin(METHODS) & default_lam.isna())
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
 
     runs['own_cap'] = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
-    beside_bf16 = (runs.logits_dtype == 'bfloat16').any()
-    runs['fp32_head'] = (runs.logits_dtype == 'float32') & beside_bf16  # else it is nothing unusual
+    beside_bf16 = (runs.logits_dtype == 'bfloat16').any()  # else fp32 is nothing unusual
+    runs['fp32_head'] = beside_bf16 & (runs.logits_dtype == 'float32')
     runs['variant'] = [variant(run) for run in runs.itertuples()]
     runs['in_paper_setting'] = (
         (runs.mu_shift == 0) & (runs.init_from == '') & ~runs.own_cap & ~runs.fp32_head)
@@ -201,10 +194,7 @@ def read(path):
 
 
 def find(folders):
-    """
-    The finished runs in or right below `folders` -> (folder -> its settings and results, a dict; lines that
-    name those not finished). UserError if none is finished.
-    """
+    """The finished runs in or right below `folders`: folder -> a row, a dict; lines that name the others."""
     files = []
     for folder in map(Path, folders):
         check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
@@ -230,19 +220,15 @@ def training_curve(folder, n=1000):
     path = folder / 'log.jsonl'
     try:
         lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
-        log = [json.loads(line) for line in lines]
+        log = pd.DataFrame([line for line in map(json.loads, lines) if 'loss' in line])
     except (OSError, ValueError) as error:
         raise UserError(f'{path}: not readable as lines of JSON ({error})') from error
-    log = pd.DataFrame([line for line in log if 'loss' in line])
     every = max(1, math.ceil(len(log) / n))
     return log.iloc[(len(log) - 1) % every::every].reindex(columns=CURVES)
 
 
 def collect(runs, out):
-    """
-    Measures the models of the runs that `find` found and writes the csv files. Returns lines that say what is
-    missing, and of which runs.
-    """
+    """Measures the runs that `find` found and writes the csv files -> lines that say what is missing."""
     rows, curves, distributions, missing = [], [], [], {}
     for i, (folder, run) in enumerate(runs.items(), 1):
         print(f'{i} of {len(runs)}: {folder}', flush=True)

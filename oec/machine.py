@@ -24,17 +24,15 @@ def torchrun_env():
     UserError if they are not those of one launch, but left over from another, say.
     """
     names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE']
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    if not given:
+    values = [os.environ.get(name) for name in names]
+    if values == [None] * 4:
         return 0, 0, 1, 1
-    ok = all(value.isascii() and value.isdigit() for value in given.values())
-    ok = ok and os.environ.keys() >= {*names, 'MASTER_ADDR', 'MASTER_PORT'}
-    ok = ok and int(given['RANK']) < int(given['WORLD_SIZE'])
-    if not ok:
-        words = ', '.join(f'{name}={value}' for name, value in given.items())
-        raise UserError(f'the environment has {words}; should have {", ".join(names)}, MASTER_ADDR and '
+    ok = all(value and value.isdecimal() for value in values) and int(values[0]) < int(values[2])
+    if not ok or not {'MASTER_ADDR', 'MASTER_PORT'} <= os.environ.keys():
+        given = ', '.join(f'{name}={os.environ[name]}' for name in names if name in os.environ)
+        raise UserError(f'the environment has {given}; should have {", ".join(names)}, MASTER_ADDR and '
                         'MASTER_PORT of one launch, as torchrun sets them, or none of these', alone=True)
-    return tuple(int(given[name]) for name in names)
+    return tuple(map(int, values))
 
 
 def rank():
@@ -54,9 +52,6 @@ def set_up(args, local_rank, world_size):
         dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.deterministic:
-        os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
-        torch.use_deterministic_algorithms(True)
     device = torch.device(args.device)
     if args.device == 'cuda':
         device = torch.device('cuda', local_rank)

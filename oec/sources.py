@@ -86,14 +86,14 @@ def parquet_rows(path, skip):
     with fsspec.open(path, block_size=2**23) as file:  # the hub's client retries each block of a hf:// file
         parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
         check('text' in parquet.schema_arrow.names, f'{path}: has no text column')
-        for group in range(parquet.num_row_groups):
-            rows = parquet.metadata.row_group(group).num_rows
-            if skip >= rows:
-                skip -= rows
-                continue
-            for batch in parquet.iter_batches(256, [group], ['text'], use_threads=False):
-                yield from batch['text'].to_pylist()[skip:]
-                skip = max(0, skip - len(batch))
+        group = 0  # the first that is read
+        while group < parquet.num_row_groups and skip >= parquet.metadata.row_group(group).num_rows:
+            skip -= parquet.metadata.row_group(group).num_rows
+            group += 1
+        groups = range(group, parquet.num_row_groups)
+        for batch in parquet.iter_batches(256, groups, ['text'], use_threads=False):
+            yield from batch['text'].to_pylist()[skip:]
+            skip = max(0, skip - len(batch))
 
 
 def file_rows(path, skip):

@@ -17,6 +17,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the w
 from oec import common
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
        'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
 
@@ -43,10 +44,7 @@ def refused(call, *named, status=2):
 
 
 def process(main, argv, stderr=os.devnull, env=None, prepare=()):
-    """
-    Starts main(argv) as a program in a process: errors go to the file `stderr`, `env` joins its environment,
-    prepare = (function, *its arguments) is called first.
-    """
+    """Starts main(argv) as a program, after a call of prepare = (f, *arguments); errors go to `stderr`."""
     given = (main, argv, str(stderr), env or {}, prepare)
     started = START.Process(target=in_process, args=given, daemon=True)  # it ends when pytest does
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where the server finds all
@@ -75,11 +73,6 @@ def folder_hash(folder):
     """The hash of every file under a folder, but for locks, by its path in there."""
     files = [path for path in Path(folder).rglob('*') if path.is_file() and path.name != '.lock']
     return {path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def times(folder):
-    """When everything in a folder was last written."""
-    return {path: path.lstat().st_mtime_ns for path in Path(folder).rglob('*')}
 
 
 def one_line(path):

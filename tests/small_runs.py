@@ -14,7 +14,6 @@ from oec import common
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')
-# whose digits vary
 TIMES = ('tokens_per_second', 'mfu', 'train_seconds', 'timed_steps', 'timed_seconds', 'log_bytes')
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)  # bit for bit
 PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # its own of each of pytest's workers

@@ -9,7 +9,7 @@ import train
 from model import GPTConfig
 from oec import data
 from oec.common import write_json
-from small_runs import log_of
+from small_runs import load, log_of
 from test_facts import close, equations, tiny_gpt
 
 
@@ -32,15 +32,14 @@ def test_defaults_are_appendix_a(tmp_path):
     assert settled(tmp_path, '--method=soft_capping').cap == 30 and settled(tmp_path, '--cap=15').cap == 15
 
 
-@pytest.mark.parametrize('device, unit, fast', [
-    ('cuda', '', True), ('cpu', 'amx_bf16', True), ('cpu', 'avx512_bf16', True), ('cpu', 'avx512_f', False)])
-def test_dtype_is_what_the_machine_has_units_for_and_that_of_the_logits_follows(
-        device, unit, fast, tmp_path, monkeypatch):
+@pytest.mark.parametrize('flags, unit, dtype', [
+    ('--device=cuda', '', 'bfloat16'), ('--device=cpu', 'amx_bf16', 'bfloat16'),
+    ('--device=cpu', 'avx512_bf16', 'bfloat16'), ('--device=cpu', 'avx512_f', 'float32'),
+    ('--device=cpu --dtype=bfloat16', '', 'bfloat16'), ('--device=cuda --dtype=float32', '', 'float32')])
+def test_dtype_is_what_the_machine_is_fast_in_also_of_logits(flags, unit, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {unit: True})
-    for flag, expected in (('--seed=1', ['bfloat16' if fast else 'float32'] * 2),
-                           ('--dtype=bfloat16', ['bfloat16'] * 2), ('--dtype=float32', ['float32'] * 2)):
-        args = settled(tmp_path, f'--device={device}', flag)
-        assert [args.dtype, args.logits_dtype] == expected
+    args = settled(tmp_path, *flags.split())
+    assert (args.dtype, args.logits_dtype) == (dtype, dtype)
 
 
 def test_batch_order_is_pinned():
@@ -69,18 +68,14 @@ def shards(folder):
 
 @pytest.mark.parametrize('n_tokens, n', [(16 * 10 + 5, 10), (10**9, 124)])  # or all windows there are
 def test_evaluation_is_the_bare_cross_entropy_of_the_evenly_spaced_windows(n_tokens, n, tmp_path):
+    """Of fp32 losses, which test_facts.py holds to the cross entropy, without reg, summed in float64."""
     tokens = shards(tmp_path)
-    gpt = tiny_gpt('z_loss')
-    found = train.evaluate(gpt, data.Windows(str(tmp_path), 'val', 16, 60), n_tokens, micro_batch_size=4)
+    gpt = tiny_gpt('z_loss', dtype='float32', logits_dtype='float32')
     windows = torch.stack([tokens[16 * (i * 124 // n):][:17] for i in range(n)])
-    h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-    assert found == pytest.approx(equations('baseline', h, gpt.E, targets, 0, 0)[0].item(), rel=1e-12)
-
-    gpt = tiny_gpt(dtype='float32', logits_dtype='float32')  # its losses are summed in float64
     with torch.no_grad():
         losses = [gpt(part[:, :-1], part[:, 1:])[1]['loss'] for part in windows.split(4)]
-    found = train.evaluate(gpt, data.Windows(str(tmp_path), 'val', 16, 60), n_tokens, micro_batch_size=4)
-    assert found == pytest.approx(torch.cat(losses).double().mean().item(), rel=1e-13)
+    test_loss = train.evaluate(gpt, data.Windows(str(tmp_path), 'val', 16, 60), n_tokens, micro_batch_size=4)
+    assert test_loss == pytest.approx(torch.cat(losses).double().mean().item(), rel=1e-13)
 
 
 @pytest.mark.parametrize('method, clip, tying', [
@@ -126,8 +121,8 @@ def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying,
             if method == 'mu_centering':
                 gpt.E.sub_(gpt.E.mean(dim=0))
             expected[t]['mu_norm'] = gpt.E.mean(dim=0).norm()
-    found = torch.load(tmp_path / 'run' / 'model.pt', weights_only=True)['model']
-    close(found, dict(gpt.state_dict()), rtol=0, atol=1e-5, check_dtype=False)  # the run is in fp32
+    weights = load(tmp_path / 'run')['model']  # in fp32
+    close(weights, dict(gpt.state_dict()), rtol=0, atol=1e-5, check_dtype=False)
     logged = [entry for entry in log_of(tmp_path / 'run') if 'loss' in entry]
     assert [entry['step'] for entry in logged] == [1, 3, 6, 8]
     for entry in logged:

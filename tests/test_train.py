@@ -1,5 +1,4 @@
 """One training run: what it leaves, logs and reports, what it starts from; what the benchmark compares."""
-import itertools
 import json
 import math
 import os
@@ -45,13 +44,12 @@ def test_a_run_leaves_what_the_design_says_and_is_then_done(trained, corpus):
     torch.manual_seed(1)
     gpt = GPT(gpt_config(saved['config']))
     windows = data.Windows(corpus, 'val', 32, 320)
-    init_loss = train.evaluate(gpt, windows, 128, 4)  # of --eval_tokens
+    expected = {'n_params': gpt.n_params(), 'init_loss': train.evaluate(gpt, windows, 128, 4)}
     gpt.load_state_dict(saved['model'])
-    expected = {'n_params': gpt.n_params(), 'init_loss': init_loss,
-                'test_loss': train.evaluate(gpt, windows, 256, 4)}
+    expected['test_loss'] = train.evaluate(gpt, windows, 256, 4)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert set(result) == {*expected, 'train_seconds', 'tokens_per_second'}
-    assert init_loss == pytest.approx(math.log(320), abs=0.3) and result['test_loss'] < init_loss - 1
+    assert result['test_loss'] < result['init_loss'] - 1
 
     before = folder_hash(whole)
     trained('whole', *LONG)
@@ -61,12 +59,12 @@ def test_a_run_leaves_what_the_design_says_and_is_then_done(trained, corpus):
 def test_a_compiled_run_has_the_losses_of_an_eager_one_and_goes_on_to_its_own_bits(trained):
     flags = ('--method=soft_capping', '--steps=4', '--lr=1e-3', '--keep_every=2')
     torch._dynamo.utils.counters.clear()
-    eager = log_of(trained('eager', *flags))
+    eager = trained('eager', *flags)
     graphs = torch._dynamo.utils.counters['stats']
     assert not graphs
     compiled = trained('compiled', *flags, '--compile')
     assert graphs['unique_graphs'] >= 4  # body and head, each in training and in evaluation
-    for a, b in zip(eager, log_of(compiled), strict=True):
+    for a, b in zip(log_of(eager), log_of(compiled), strict=True):
         assert a == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in b.items()}
     again = trained('again', *flags, '--compile', f'--init_from={compiled}/model_2.pt')
     assert_same(load(again)['model'], load(compiled)['model'])
@@ -75,8 +73,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_and_goes_on_to_its_own_bi
 def test_muon_head_steps_E_with_muon_and_the_rest_with_adamw(trained):
     """Muon's update is lr 0.2 sqrt(V) times a matrix whose singular values are near 1; mu stays."""
     flags = ('--steps=20', '--lr=1e-2', '--warmup=0', '--keep_every=1', '--n_embd=64')
-    adamw = trained('adamw', *flags)
-    muon = trained('muon', *flags, '--method=muon_head')
+    adamw, muon = (trained(name, f'--method={name}', *flags) for name in ('baseline', 'muon_head'))
     first, others = (load(out, 'model_1.pt')['model'] for out in (muon, adamw))
     torch.manual_seed(1)
     update = first.pop('lm_head.weight') - GPT(gpt_config(load(muon)['config'])).E
@@ -107,88 +104,65 @@ def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, monk
         assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(out)}
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """The clock of a GPU on which a step takes the next of `steps` seconds, 1,000 more to compile it."""
-    clock = SimpleNamespace(now=0, to_wait=0, steps=itertools.repeat(100), compile={True: 1000, False: 1000})
+@pytest.mark.parametrize('log_every, untimed', [(1, 5), (2, 4), (10, 2)])
+def test_the_clock_has_steps_after_compilation_alone(trained, monkeypatch, log_every, untimed):
+    """
+    On a GPU where a step takes 100 s, an evaluation 10,000 s, and 1,000 s more the first step with statistics
+    and the first without. Only steps with statistics run at first if log_every is 1 or 2.
+    """
+    clock = SimpleNamespace(now=0, to_wait=0, perf_counter=lambda: clock.now)
+    compile = {True: 1000, False: 1000}
     real_step = train.train_step
 
     def train_step(*given, with_stats):
-        clock.to_wait += next(clock.steps) + clock.compile.pop(with_stats, 0)
+        clock.to_wait += 100 + compile.pop(with_stats, 0)
         return real_step(*given, with_stats)
 
     def synchronize(device):
         clock.now += clock.to_wait
         clock.to_wait = 0
-    monkeypatch.setattr(train, 'train_step', train_step)
-    monkeypatch.setattr(machine, 'synchronize', synchronize)
-    for program in (train, bench):
-        monkeypatch.setattr(program, 'time', SimpleNamespace(perf_counter=lambda: clock.now, strftime=str))
-    return clock
 
-
-@pytest.mark.parametrize('log_every, untimed', [(1, 5), (2, 4), (10, 2)])
-def test_the_clock_has_steps_after_compilation_alone(trained, clock, monkeypatch, log_every, untimed):
-    """An evaluation takes 10,000 s. Only steps with statistics run at first if log_every is 1 or 2."""
     def evaluate(*given):
-        machine.synchronize('cpu')
+        synchronize('cpu')
         clock.now += 10_000
         return 0.0
-    monkeypatch.setattr(train, 'evaluate', evaluate)
+    for where, name, replacement in ((train, 'train_step', train_step), (train, 'evaluate', evaluate),
+                                     (train, 'time', clock), (machine, 'synchronize', synchronize)):
+        monkeypatch.setattr(where, name, replacement)
     flags = ('--steps=60', f'--log_every={log_every}', '--eval_every=15', '--keep_every=30')
     out = trained('run', *flags)
     rate = 4 * 32 / 100
     with open(f'{out}/log.jsonl') as file:
         rates = [entry['tokens_per_second'] for entry in map(json.loads, file) if 'loss' in entry]
     assert rates == untimed * [None] + (len(rates) - untimed) * [rate]
-    assert result_of(out)['train_seconds'] == 6000 and result_of(out)['tokens_per_second'] == rate
+    result = result_of(out)
+    assert result['train_seconds'] == 6000 and result['tokens_per_second'] == rate
     os.unlink(f'{out}/result.json')
     os.rename(f'{out}/model_30.pt', f'{out}/ckpt.pt')
-    result = result_of(trained('run', *flags))
-    assert result['train_seconds'] == 6000 and result['tokens_per_second'] == rate
+    assert result_of(trained('run', *flags)) == result
 
 
-def test_the_benchmark_takes_the_median_over_turns_of_the_ratio_within_a_turn(clock, capsys, monkeypatch):
+def test_the_benchmark_takes_the_median_over_turns_of_the_ratio_within_a_turn(capsys, monkeypatch):
     """On a machine that becomes ten times slower within the third turn the ratio of the medians is 20."""
-    flags = [*SMALL, '--micro_batch_size=2', '--vocab_size=512', '--seconds=1']
-
-    def rows(*more):
-        bench.main([*flags, *more])
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('|')]
-        return [[cell.strip() for cell in line.split('|')[1:-1]] for line in lines[2:]]
-    clock.steps = iter([100, 100, 1, 2, 1, 2, 1, 20, 10, 20, 10, 20])  # the first step of each compiles
-    found = [row[:4] for row in rows('--methods=baseline,mu_loss')]
-    assert found == [['baseline', '1000.00', '128', '1.000'], ['mu_loss', '20000.00', '6', '2.000']]
-    assert not [*clock.steps]
-    monkeypatch.undo()
-    monkeypatch.setattr(torch, 'compile', lambda function, **_: function)  # takes half a minute
-    names = [name for name, *_ in rows('--head')]
-    assert names == ['head_loss', 'compiled', 'by chunks', 'by chunks, compiled']
+    seconds = iter([100, 100, 1, 2, 1, 2, 1, 20, 10, 20, 10, 20])  # the first step of each compiles
+    monkeypatch.setattr(bench, 'timed', lambda call, device: call() and next(seconds))
+    bench.main([*SMALL, '--vocab_size=512', '--seconds=1', '--methods=baseline,mu_loss'])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith('|')][2:]
+    assert [row[1:8:2] for row in rows] == [
+        ['baseline', '1000.00', '128', '1.000'], ['mu_loss', '20000.00', '6', '2.000']]
 
 
-def test_a_shift_has_the_norm_asked_for_and_only_rounding_tells(trained):
-    """In fp32 the logits of some hundreds are good to 1e-5; in bf16 their unit is 1 or 2."""
-    losses = []
-    for flags in ('--mu_shift=0', '--mu_shift=300', '--mu_shift=300 --logits_dtype=bfloat16'):
-        out = trained(flags, '--steps=1', *flags.split())
-        losses.append(result_of(out)['init_loss'])
-        assert log_of(out)[1]['mu_norm'] == pytest.approx(300 if '300' in flags else 0, abs=0.05)
-    assert abs(losses[1] - losses[0]) < 1e-4 and abs(losses[2] - losses[0]) > 1e-2
+def test_a_shift_has_the_norm_asked_for(trained):
+    assert log_of(trained('run', '--steps=1', '--mu_shift=300'))[1]['mu_norm'] == pytest.approx(300, abs=0.1)
 
 
 def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_start(corpus, trained, tmp_path):
-    """With the same method; or with another one, killed before it has saved anything but its start."""
+    """With another method, killed before it has saved anything but its start; see also the compiled run."""
     whole = trained('whole', *LONG)
     source = shutil.copy(f'{whole}/model_30.pt', tmp_path)
-    flags = [*LONG, f'--init_from={source}']
-    same = trained('same', *flags)
-    assert log_of(same)[0]['step'] == 30
-    assert log_of(same)[1:] == [e for e in log_of(whole) if e['step'] > 30]
-    assert_same(*(load(out, 'model_60.pt')['optimizer'] for out in (same, whole)))
-
-    flags += ['--method=mu_centering', '--ckpt_every=0']
+    flags = [*LONG, f'--init_from={source}', '--method=mu_centering', '--ckpt_every=0']
     other = trained('other', *flags)
-    assert log_of(other)[1]['mu_norm'] < 1e-6
+    assert [e['step'] for e in log_of(other)][:2] == [30, 35] and log_of(other)[1]['mu_norm'] < 1e-6
     kill = (signal_at, signal.SIGKILL, 'train_step', 12)
     flags[:0] = [*SMALL, '--dtype=float32', f'--data={corpus}']
     finish(process(train.main, [*flags, f'--out={tmp_path}/killed'], prepare=kill), -signal.SIGKILL)
@@ -205,29 +179,26 @@ def test_wandb_gets_every_line_of_the_log_in_one_run(trained, monkeypatch, tmp_p
     """A run that resumes goes on there as well. Without wandb or its key nothing is written."""
     seen = []
 
-    class Error(Exception):
-        pass
-
     def init(project, id, name, resume, config):
         if project == 'locked':
-            raise Error('no API key')
+            raise ValueError('no API key')
         seen.append((project, id, resume))
         return SimpleNamespace(log=lambda entry, step: seen.append((step, entry.get('loss'))))
     monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace())  # a folder of this name, say
     refused(lambda: trained('none', '--wandb=mine'), '--wandb', 'pip install')
-    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(init=init, Error=Error))
+    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(init=init, Error=ValueError))
     refused(lambda: trained('none', '--wandb=locked'), '--wandb=locked', 'no API key')
     assert os.listdir(tmp_path) == []
-    out = trained('run', '--steps=2', '--wandb=mine')
+    flags = ('--steps=2', '--keep_every=2', '--wandb=mine')
+    out = trained('run', *flags)
     run_id = common.read_json(f'{out}/config.json')['run_id']
     assert seen[0] == ('mine', run_id, 'allow')
     assert seen[1:] == [(e['step'], e.get('loss')) for e in log_of(out)]
-    kept = trained('kept', '--steps=2', '--keep_every=2', '--wandb=mine')
-    shutil.copy(f'{kept}/model_2.pt', f'{out}/ckpt.pt')
+    os.rename(f'{out}/model_2.pt', f'{out}/ckpt.pt')
     os.unlink(f'{out}/result.json')
+    del seen[:]
     with common.lock_folder(out):
-        del seen[:]
-        refused(lambda: trained('run', '--steps=2', '--wandb=mine'), out, status=1)
+        refused(lambda: trained('run', *flags), out, status=1)
         assert seen == []  # that of a run in progress is left alone
-    trained('run', '--steps=2', '--wandb=mine')
+    trained('run', *flags)
     assert seen[0] == ('mine', run_id, 'allow')
