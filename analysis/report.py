@@ -6,24 +6,11 @@ import base64
 import html
 import re
 from pathlib import Path
+from string import Template
 
 from oec.common import write_atomic
 
-PAGE = """<!doctype html>
-<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>
-  body {{ margin: 0 auto; padding: 1rem; max-width: 68rem; font: 16px/1.5 system-ui, sans-serif; }}
-  h2 {{ margin-top: 2.5rem; }} img {{ max-width: 100%; }} div {{ max-height: 32rem; overflow: auto; }}
-  table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }}
-  th, td {{ padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }}
-  th {{ position: sticky; top: 0; background: #fff; }}
-  th:first-child, td:first-child {{ text-align: left; }}
-  sub {{ color: #777; vertical-align: baseline; }}
-</style>
-<h1>{title}</h1>
-<p>{left_out}</p><p>{links}</p>
-{body}
-"""
+PAGE = Template(Path(__file__).with_name('page.html').read_text(encoding='utf-8'))
 
 
 def markdown(table):
@@ -56,7 +43,7 @@ def write_page(out, left_out, items):
         else:
             image = base64.b64encode(Path(item['file']).read_bytes()).decode()
             body.append(f'<img src="data:image/png;base64,{image}" alt="{item["title"]}">')
-    page = PAGE.format(
+    page = PAGE.substitute(
         title=f'{html.escape(Path(out).resolve().name)}: output embedding centering', body='\n'.join(body),
         left_out='<br>\n'.join(map(html.escape, left_out)),
         links='<br>\n'.join(f'<a href="#{i}">{item["title"]}</a>' for i, item in enumerate(items)))

@@ -82,9 +82,8 @@ def diverged(test_loss, init_loss, curve=NO_CURVE, lines=20, windows=20):
 
     A run diverged if a loss or weight was not finite, so that it has no test loss; if it ends less than
     LEARNED below its loss at initialisation; or if the median training loss of a window after warm-up is more
-    than RISEN above that of an earlier window or above the loss at initialisation. A window is 1 / `windows`
-    of the log but at least `lines` lines, so that noise does not move its median by that much. A log of less
-    than three windows cannot show that a run did not diverge.
+    than RISEN above that of an earlier window or above the loss at initialisation. A window, 1 / `windows` of
+    the log, has at least `lines` lines, against noise. Less than three cannot show that none diverged.
     """
     if not math.isfinite(test_loss):
         return 1, curve.step.max()

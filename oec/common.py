@@ -9,15 +9,12 @@ import sys
 
 
 class UserError(Exception):
-    """
-    Ends a program with one line: status 2 for what the user gave, 1 for a network or a disk that failed. With
-    several processes LOCAL_RANK 0 prints it for all; alone=True: only this one raised it, so it prints.
-    """
+    """Ends a program with one line, status 2 for what the user gave, 1 for a network or disk that failed."""
 
     def __init__(self, message, status=2, alone=False):
         super().__init__(' '.join(str(message).split()))
         self.status = status
-        self.alone = alone
+        self.alone = alone  # of several processes LOCAL_RANK 0 prints the line, and one that is alone with it
 
 
 def check(ok, message):

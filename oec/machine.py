@@ -19,10 +19,7 @@ def default_dtype(device):
 
 
 def torchrun_env():
-    """
-    (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE) as torchrun or a scheduler sets them, else (0, 0, 1, 1).
-    UserError if they are not those of one launch, but left over from another, say.
-    """
+    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. UserError if another launch left them over, say."""
     names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE']
     values = [os.environ.get(name) for name in names]
     if values == [None] * 4:
@@ -46,7 +43,7 @@ def world_size():
 
 
 def set_up(args, local_rank, world_size):
-    """Joins the other processes and returns the device of this one."""
+    """Joins the other processes and returns the device of this one. UserError without a compiler it needs."""
     os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # huge pages: page faults took 1/5 of a step on a CPU
     if world_size > 1:  # gloo gathers the settings
         dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')
@@ -57,18 +54,13 @@ def set_up(args, local_rank, world_size):
         device = torch.device('cuda', local_rank)
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider: not on every GPU
-    if args.compile:
-        refuse_without_compiler(device)
+    if args.compile:  # is there a compiler?
+        try:
+            torch.compile(torch.sin)(torch.ones(1, device=device))
+        except RuntimeError as error:  # torch's, of many lines
+            reason = str(error).partition('\n')[0]
+            raise UserError(f'--compile does not work here ({reason}); give --no-compile') from error
     return device
-
-
-def refuse_without_compiler(device):
-    """UserError if torch.compile has no compiler here."""
-    try:
-        torch.compile(torch.sin)(torch.ones(1, device=device))
-    except RuntimeError as error:  # torch's, of many lines
-        reason = str(error).partition('\n')[0]
-        raise UserError(f'--compile does not work here ({reason}); give --no-compile') from error
 
 
 def refuse_different_processes(settings):

@@ -19,10 +19,10 @@ from oec.data import SHARD
 
 def user_error(error, what, hub=False):
     """A library's exception as a UserError that names `what`, status 1 if the network failed."""
-    network = hub and not isinstance(error, (ValueError, RepositoryNotFoundError))
-    advice = '; the same command resumes; --source=stdlib --tokenizer=bytes needs no network'
-    line = f'{what}: {str(error) or type(error).__name__}'[:400] + advice * network
-    return UserError(line, status=1 if network else 2)
+    line = f'{what}: {str(error) or type(error).__name__}'[:400]
+    if not hub or isinstance(error, (ValueError, RepositoryNotFoundError)):
+        return UserError(line)
+    return UserError(f'{line}; try again, or without a network --source=stdlib --tokenizer=bytes', status=1)
 
 
 @contextlib.contextmanager

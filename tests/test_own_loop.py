@@ -70,17 +70,3 @@ def process_of_two(argv):
 def test_the_readmes_lines_do_what_train_py_does_sharded_or_not(tmp_path):
     for started in ranks(2, [], tmp_path / 'stderr', main=process_of_two):
         finish(started, 0)
-
-
-def test_fp32_masters_undo_the_centering_of_bf16_weights():
-    """An optimizer of fp32 copies, which it copies over the weights in each step, as Megatron-LM's does."""
-    masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
-    masters.grad = normal(generator(1), 61, 16).float()
-    weights = masters.detach().bfloat16()
-    optimizer = torch.optim.AdamW([masters], lr=0.01)
-    optimizer.register_step_post_hook(lambda *_: weights.copy_(masters.detach()))
-    for centered, mean_is_small in ((weights, False), (masters, True)):
-        optimizer.step()
-        center(centered)
-        optimizer.step()
-        assert (weights.float().mean(dim=0).norm() < 0.5) == mean_is_small
