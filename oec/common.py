@@ -100,7 +100,7 @@ def read_json(path):
 
 
 def lock_folder(path, wait=False):
-    """Makes the folder and locks it for this process, as long as the file that this returns is open."""
+    """Makes and locks a folder -> its lock file, to keep open. UserError if it is locked or not writable."""
     try:
         os.makedirs(path, exist_ok=True)
         file = open(os.path.join(path, '.lock'), 'a')

@@ -103,7 +103,7 @@ def epoch_order(seed, epoch, n_windows):
 
 
 def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
-    """The windows (batch_size / world_size,) of `rank` in the global batch `step`, counted from 0."""
+    """The windows (batch_size / world_size,) that `rank` has in train_step's step number `step` + 1."""
     share = batch_size // world_size
     first = step * batch_size + rank * share
     epochs, within = np.divmod(np.arange(first, first + share), n_windows)
@@ -112,7 +112,7 @@ def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
 
 
 def load_batches(windows, start, args, device, rank, world_size):
-    """Yields what `rank` has of each batch after step `start`: micro-batches (tokens, targets), int64."""
+    """Yields steps start + 1, ... of `rank`: lists of (tokens, targets), (micro_batch_size, T) int64 each."""
     import torch  # 175 MB, of which prepare_fineweb.py has no need
     for step in range(start, args.steps):
         numbers = batch_windows(args.seed, step, args.batch_size, len(windows), rank, world_size)

@@ -19,7 +19,7 @@ def default_dtype(device):
 
 
 def torchrun_env():
-    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE. UserError if another launch left them over, say."""
+    """(RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), or 0, 0, 1, 1. UserError if set only in part."""
     names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE']
     values = [os.environ.get(name) for name in names]
     if values == [None] * 4:
