@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED=1
 if [ "${DEVICE:=cuda}" = cpu ]; then
   export CUDA_VISIBLE_DEVICES=''
   small=tiny large=tiny folder=gpu_cpu
-  bench='--threads=1 --seconds=1 --vocab_size=512'
+  bench='--threads=1 --seconds=1 --vocab_size=512 --batch_size=8 --block_size=128'
   train='--threads=1 --steps=20 --block_size=128 --batch_size=8'
 else
   small=16M large=221M folder=gpu bench='' train='--steps=300'
