@@ -27,7 +27,7 @@ part() {  # NAME SECONDS COMMAND...
   ((status == 0)) || failed+=" $1"
 }
 
-# oec/machine.py keeps cuDNN attention from heads wider than 128. What does that cost at 109M and 221M? Printed
+# oec/machine.py keeps cuDNN from heads wider than 128. What does that cost at 109M and 221M? Printed
 # are ms of forward and backward of a micro-batch, and the error of the gradients against fp32.
 attention='
 import sys, time, torch
