@@ -44,7 +44,7 @@ def world_size():
 
 def set_up(args, local_rank, world_size):
     """Joins the other processes and returns the device of this one. UserError without a compiler it needs."""
-    os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # huge pages: page faults took 1/5 of a step on a CPU
+    os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # huge pages, against page faults on a CPU
     if world_size > 1:  # gloo gathers the settings
         dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')
     if args.threads:

@@ -2,6 +2,7 @@
 import itertools
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -70,3 +71,57 @@ def process_of_two(argv):
 def test_the_readmes_lines_do_what_train_py_does_sharded_or_not(tmp_path):
     for started in ranks(2, [], tmp_path / 'stderr', main=process_of_two):
         finish(started, 0)
+
+
+def test_the_hook_in_a_trainer_that_one_does_not_own(tmp_path):
+    """Hugging Face's, with a tiny GPT-2, whose embeddings are tied."""
+    tf = pytest.importorskip('transformers')
+    pytest.importorskip('accelerate', reason='transformers.Trainer needs it')
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
+    tokens = [dict(input_ids=row, labels=row) for row in token_batch(0)[0]]
+    args = tf.TrainingArguments(tmp_path, max_steps=3, learning_rate=0.1, use_cpu=True, report_to='none')
+    trainer = tf.Trainer(model, args, train_dataset=tokens)
+    hook(trainer.create_optimizer(), model)
+    trainer.train()
+    assert model.lm_head.weight.mean(dim=0).norm() < 1e-6 < model.lm_head.weight.std()
+
+
+@pytest.mark.parametrize('centered, near_0', [('weights', False), ('masters', True)])
+def test_fp32_masters_undo_the_centering_of_bf16_weights(centered, near_0):
+    """An optimizer of fp32 copies, which it copies over the weights in each step, as Megatron-LM's does."""
+    masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
+    masters.grad = normal(generator(1), 61, 16).float()
+    optimizer = torch.optim.AdamW([masters], lr=0.01)
+    for _ in range(2):
+        optimizer.step()
+        if centered == 'masters':
+            center(masters)
+        weights = masters.bfloat16()
+        if centered == 'weights':
+            center(weights)
+    assert (masters.mean(dim=0).norm() < 1e-5) == near_0
+
+
+def test_fused_gradient_accumulation_drops_what_mu_loss_adds():
+    """Megatron-LM's puts the gradient into main_grad itself, and throws away what comes into grad."""
+    W = (normal(generator(0), 61, 16) + 3).requires_grad_()
+    W.main_grad = torch.zeros_like(W)
+    W.register_post_accumulate_grad_hook(lambda W: setattr(W, 'grad', None))
+    mu_loss(W).backward()
+    assert not W.main_grad.any()
+    W.main_grad += torch.autograd.grad(mu_loss(W), W)[0]  # the remedy
+    close(W.main_grad, (2e-4 / 61 * W.mean(dim=0)).expand(61, 16).detach())
+
+
+def test_what_reads_the_zero_of_the_logits_is_changed_by_centering():
+    """A soft-capped head, and sampling with a repetition penalty, by transformers."""
+    tf = pytest.importorskip('transformers')
+    h, E = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1
+    said = torch.arange(5 * 7).view(5, 7)  # tokens
+    readers = {'plain': lambda logits: logits, 'capped': lambda logits: 5 * torch.tanh(logits / 5),
+               'penalised': lambda logits: tf.RepetitionPenaltyLogitsProcessor(1.3)(said, logits)}
+    before = {name: reader(h @ E.T).softmax(dim=1) for name, reader in readers.items()}
+    center(E)
+    for name, reader in readers.items():
+        same = torch.allclose(reader(h @ E.T).softmax(dim=1), before[name], rtol=0, atol=1e-12)
+        assert same == (name == 'plain'), name
