@@ -71,13 +71,21 @@ def token_batch(seed):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train_steps(gpt, method, n, lr=0.01, grad_clip=1.0, before_update=lambda: None):
+def random_unigram(seed, V=64):
+    """Frequencies (V,) of tokens, of which half never occur."""
+    f = torch.rand(V, generator=generator(seed), dtype=F64) ** 8
+    f[V // 2:] = 0
+    return f / f.sum()
+
+
+def train_steps(gpt, method, n, lr=0.01, grad_clip=1.0, before_update=lambda: None, unigram=None):
     """n steps of train.train_step at one learning rate; yields the statistics and gradient norm of each."""
+    unigram = random_unigram(0) if unigram is None else unigram
     args = SimpleNamespace(method=method, lam=0.3, grad_clip=grad_clip, lr=lr, min_lr=lr, warmup=0, steps=n)
     optimizer = torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     optimizer.register_step_pre_hook(lambda *_: before_update())
     for step in range(1, n + 1):
-        yield train.train_step(gpt, [optimizer], [token_batch(step)], step, args)
+        yield train.train_step(gpt, [optimizer], [token_batch(step)], step, args, unigram)
 
 
 # -------- the introduction's example
@@ -108,22 +116,28 @@ def test_fact_1_the_mean_logit_is_mu_times_h(head):
 
 
 @both_heads
-def test_fact_2_centering_sets_the_mean_logit_to_zero_and_changes_nothing_else(head):
-    for h, E, targets in random_heads():
+@pytest.mark.parametrize('weighted', [False, True])
+def test_fact_2_centering_sets_the_mean_logit_to_zero_and_changes_nothing_else(weighted, head):
+    """Weighted: with sum_j f_j e_j instead of mu, it is the mean sum_i f_i l_i that becomes zero."""
+    for i, (h, E, targets) in enumerate(random_heads()):
+        f = random_unigram(i, len(E)) if weighted else torch.full((len(E),), 1 / len(E), dtype=F64)
+        mean = f @ E if weighted else E.mean(dim=0)
         results = []
-        for embeddings in (E, E - E.mean(dim=0)):
+        for embeddings in (E, E - mean):
             h_, E_ = h.clone().requires_grad_(), embeddings.clone().requires_grad_()
             loss, stats = head(h_, E_, targets, config_64())
             results.append((stats, loss, *torch.autograd.grad(loss, (h_, E_))))
         (stats, *before), (star_stats, *after) = results
         scale = max(1, stats['logit_absmax'].max().item())
-        assert star_stats['logit_mean'].abs().max() <= 1e-13 * scale                        # (i)
+        close(h @ E.T @ f, h @ mean, rtol=1e-10, atol=1e-10)                                # Fact 1
+        assert (h @ (E - mean).T @ f).abs().max() <= 1e-13 * scale                          # (i)
+        assert weighted or star_stats['logit_mean'].abs().max() <= 1e-13 * scale
         close(star_stats['logit_std'], stats['logit_std'], rtol=1e-10, atol=1e-13 * scale)  # (ii)
         close(star_stats['loss'], stats['loss'], rtol=1e-9, atol=1e-12 * scale)             # (iii)
         close(after, before, rtol=1e-9, atol=1e-12 * scale)
 
 
-@pytest.mark.parametrize('method, shift', [('mu_centering', 0), ('baseline', 100)])
+@pytest.mark.parametrize('method, shift', [('mu_centering', 0), ('zipf_centering', 0), ('baseline', 100)])
 def test_fact_2_iii_50_steps_differ_by_one_vector_common_to_all_output_embeddings(method, shift):
     """And by nothing else: the losses and all other weights are the baseline's."""
     results = []
@@ -294,7 +308,8 @@ def test_the_model_returns_all_that_training_minimises(method, tying):
 
 
 @pytest.mark.parametrize('tying', [False, True])
-@pytest.mark.parametrize('method', ['baseline', 'weight_decay', 'mu_centering', 'coupled_adam'])
+@pytest.mark.parametrize(
+    'method', ['baseline', 'weight_decay', 'mu_centering', 'coupled_adam', 'zipf_centering'])
 def test_each_step_is_its_equation(method, tying):
     """theta <- theta - lr u with AdamW's u, and what the method does to E. To add one, add two lines."""
     gpt = tiny_gpt(method, weight_tying=tying)
@@ -315,7 +330,18 @@ def test_each_step_is_its_equation(method, tying):
             expected[p] -= 0.01 * u
             if method == 'mu_centering' and p is gpt.E:  # e*_i = e_i - mu, Eq. 9
                 expected[p] -= expected[p].mean(dim=0)
+            if method == 'zipf_centering' and p is gpt.E:
+                expected[p] -= (random_unigram(0)[:, None] * expected[p]).sum(dim=0)
             close(p.detach(), expected[p], rtol=1e-10, atol=1e-12)
+
+
+def test_mu_centering_is_zipf_centering_with_all_tokens_equally_frequent():
+    results = []
+    for method in ('mu_centering', 'zipf_centering'):
+        gpt = tiny_gpt(method, weight_tying=True)
+        list(train_steps(gpt, method, 8, unigram=torch.full((64,), 1 / 64, dtype=F64)))
+        results.append(weights(gpt))
+    close(*results, rtol=0, atol=1e-12)
 
 
 # -------- what the paper claims

@@ -66,8 +66,9 @@ def training_step(args, device):
     model, optimizers = train.make_model(args, device)
     tokens = torch.randint(args.vocab_size, (args.batch_size, args.block_size + 1)).to(device)
     batch = [(part[:, :-1], part[:, 1:]) for part in tokens.split(args.micro_batch_size)]
+    unigram = torch.full((args.vocab_size,), 1 / args.vocab_size, device=device)  # for zipf_centering
     steps = itertools.count(1)
-    return lambda: train.train_step(model, optimizers, batch, next(steps), args, with_stats=False)
+    return lambda: train.train_step(model, optimizers, batch, next(steps), args, unigram, with_stats=False)
 
 
 def head_pass(head, config, n, device):

@@ -9,6 +9,7 @@ once, in an order drawn from (seed, epoch), and the next begins without a gap.
 import functools
 import glob
 import hashlib
+import math
 import os
 
 import numpy as np
@@ -85,6 +86,15 @@ class Windows:
 def evenly_spaced(n, n_windows):
     """The numbers (n,) of windows that lie evenly over all of them, not in one long document."""
     return np.arange(n) * n_windows // n
+
+
+def unigram(windows, n_tokens=2**27):
+    """The share (V,) that each token has of the text in evenly spaced windows, n_tokens at most in all."""
+    n = min(max(1, n_tokens // windows.block_size), len(windows))
+    counts = np.zeros(windows.vocab_size)
+    for numbers in np.array_split(evenly_spaced(n, len(windows)), math.ceil(n / 1024)):
+        counts += np.bincount(windows[numbers][:, 1:].ravel(), minlength=windows.vocab_size)
+    return (counts / counts.sum()).astype(np.float32)
 
 
 def fingerprint(shards):
