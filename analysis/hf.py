@@ -22,7 +22,8 @@ from oec.common import check, lock_folder
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
 PIECE = 2**18  # characters of a text that are tokenised at a time
 CAPTION = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that '
-           'precision; cost: bf16 - fp32. bf16_centered: with E - μ, if no logit is capped. (Section 3)')
+           'precision; cost: bf16 - fp32. bf16_centered: with E - μ; bf16_zipf_centered: with the mean weighted '
+           'by how often a token occurs in --text. Under a cap either is another model. (Section 3)')
 STEP = re.compile(r'(?<![a-z])(?:step|checkpoint|ckpt|iter)[-_=]?(\d+)(?![\w.])', re.IGNORECASE)
 transformers.logging.set_verbosity_error()
 
@@ -112,17 +113,17 @@ def measure_model(name, args):
     check(not (config.cap and args.center_to), f'--center_to={args.center_to}: the logits of {name} are '
           'capped, and centering would change their probabilities')
     in_fp32 = replace(config, logits_dtype='float32')
-    mu = E.mean(dim=0)
-    windows = read_windows(model, tokenizer, args.text, args.positions or POSITIONS)
+    windows = read_windows(model, tokenizer, args.text, args.positions or POSITIONS).to(E.device)
+    unigram = windows.flatten().bincount(minlength=len(E)) / windows.numel()
+    means = {'bf16_centered': E.mean(dim=0), 'bf16_zipf_centered': unigram @ E}
     parts = []
-    for window in tqdm(windows.to(E.device), unit='windows', disable=None):
+    for window in tqdm(windows, unit='windows', disable=None):
         h, targets = final_states(model, window[None, :-1]), window[1:]
         stats = measure.statistics(h, E, targets, config)
         stats['bf16'] = stats.pop('loss')
         stats['fp32'] = chunked_head_loss(h, E, targets, in_fp32, with_stats=False)[1]['loss']
-        if not config.cap:
-            centered = chunked_head_loss(h, E - mu, targets, config, with_stats=False)
-            stats['bf16_centered'] = centered[1]['loss']
+        for centered, mean in means.items():
+            stats[centered] = chunked_head_loss(h, E - mean, targets, config, with_stats=False)[1]['loss']
         parts.append({name: values.double().cpu() for name, values in stats.items()})
     numbers = summarize(join_stats(parts), E)
     if args.center_to:  # last: it changes the model
