@@ -65,6 +65,10 @@ def main(argv=None):
             left_out += runs.collect(finished, out)
             data = runs.read(Path(out, 'results.csv'))
         all_runs, curves, distributions = data  # csv files -> tables and figures
+        unusual = all_runs.variant[~all_runs.in_paper_setting].unique()
+        if len(unusual):
+            left_out.append('only among the training curves and in the table of all runs, as they leave the '
+                            f"paper's setting: {'; '.join(unusual)}")
         of_seeds = tables.lrs_of_seeds(all_runs)
         lrs = tables.lrs_rows(of_seeds)
         all_tables = tables.make(all_runs, lrs)

@@ -22,8 +22,8 @@ from oec.common import check, lock_folder
 WINDOW, POSITIONS = 1024, 16384  # tokens of a window, and of all
 PIECE = 2**18  # characters of a text that are tokenised at a time
 CAPTION = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that '
-           'precision; cost: bf16 - fp32. bf16_centered: with E - μ; bf16_zipf_centered: with the mean weighted '
-           'by how often a token occurs in --text. Under a cap either is another model. (Section 3)')
+           'precision; cost: bf16 - fp32. bf16_centered: with E - μ; bf16_zipf_centered: with the mean '
+           'weighted by how often a token occurs in --text. Under a cap either is another model. (Section 3)')
 STEP = re.compile(r'(?<![a-z])(?:step|checkpoint|ckpt|iter)[-_=]?(\d+)(?![\w.])', re.IGNORECASE)
 transformers.logging.set_verbosity_error()
 

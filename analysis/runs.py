@@ -172,8 +172,8 @@ def complete(runs):
         raise UserError(f'{run.Index}: a second {run.variant} {run.size} with lr={run.lr:g} and '
                         f'seed={run.seed:.0f}; runs that differ in anything else should be analysed apart')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}
-    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
-    return runs.sort_values(by, ignore_index=True,
+    by = ['weight_tying', 'size', 'in_paper_setting', 'method', 'lam', 'variant', 'lr', 'seed']
+    return runs.sort_values(by, ignore_index=True, ascending=[name != 'in_paper_setting' for name in by],
                             key=lambda x: x.map(order).fillna(99) if x.name in ('size', 'method') else x)
 
 

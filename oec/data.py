@@ -94,7 +94,7 @@ def unigram(windows, n_tokens=2**27):
     counts = np.zeros(windows.vocab_size)
     for numbers in np.array_split(evenly_spaced(n, len(windows)), math.ceil(n / 1024)):
         counts += np.bincount(windows[numbers][:, 1:].ravel(), minlength=windows.vocab_size)
-    return (counts / counts.sum()).astype(np.float32)
+    return counts / counts.sum()
 
 
 def fingerprint(shards):

@@ -36,7 +36,8 @@ def in_float64():
     machine.cleanup_distributed = cleanup_without_ddp
 
 
-@pytest.mark.parametrize('kind', ['--method=mu_centering --weight_tying', '--method=mu_loss --lam=1000'])
+@pytest.mark.parametrize('kind', [
+    '--method=mu_centering --weight_tying', '--method=mu_loss --lam=1000', '--method=zipf_centering'])
 def test_any_number_of_processes_makes_the_same_run(kind, corpus, tmp_path):
     """Five float64 steps: every value of the log, of all ranks, and every weight is the same to 1e-12."""
     runs = []

@@ -57,6 +57,15 @@ def test_every_epoch_visits_every_window_once():
         assert (np.sort(order.reshape(-1, n)) == np.arange(n)).all()
 
 
+def test_token_frequencies_are_those_of_evenly_spaced_windows(tmp_path):
+    tokens = shards(tmp_path)
+    windows = data.Windows(str(tmp_path), 'train', 16, 64)
+    for n_tokens, n in ((1, 1), (16 * 50 + 3, 50), (10**9, 124)):
+        seen = torch.cat([tokens[16 * (i * 124 // n):][1:17] for i in range(n)])
+        expected = torch.bincount(seen, minlength=64) / len(seen)
+        assert data.unigram(windows, n_tokens) == pytest.approx(expected.numpy(), rel=1e-6)
+
+
 def shards(folder):
     """Writes a train and a val shard of 2,000 tokens below 60; returns the tokens."""
     tokens = np.cumsum(np.random.RandomState(0).randint(0, 3, 2000)) % 60
@@ -80,7 +89,7 @@ def test_evaluation_is_the_bare_cross_entropy_of_the_evenly_spaced_windows(n_tok
 
 @pytest.mark.parametrize('method, clip, tying', [
     ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('mu_loss', 0.05, ''), ('mu_centering', 0.5, ''),
-    ('weight_decay', 0, ''), ('coupled_adam', 1, '')])
+    ('weight_decay', 0, ''), ('coupled_adam', 1, ''), ('zipf_centering', 0, '--weight_tying')])
 def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying, tmp_path):
     """train.main and its log against a training written out. In two micro-batches reg counts once."""
     tokens = shards(tmp_path)
@@ -120,6 +129,8 @@ def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying,
                 p -= lr * m / (1 - 0.9 ** t) / ((v / (1 - 0.95 ** t)).sqrt() + 1e-4)
             if method == 'mu_centering':
                 gpt.E.sub_(gpt.E.mean(dim=0))
+            if method == 'zipf_centering':  # the mean over the text, whose windows overlap by one token
+                gpt.E.sub_(gpt.E[tokens[1:16 * 124 + 1]].mean(dim=0))
             expected[t]['mu_norm'] = gpt.E.mean(dim=0).norm()
     weights = load(tmp_path / 'run')['model']  # in fp32
     close(weights, dict(gpt.state_dict()), rtol=0, atol=1e-5, check_dtype=False)
