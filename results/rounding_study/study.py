@@ -94,9 +94,10 @@ def draw(runs, authors):
     for method, rows in excess(usual, ['mu_shift', 'steps', 'cpu']).groupby('method', sort=False):
         left.plot(rows.mu_norm, rows.excess, 'o', color=COLORS[method], label=NAMES.get(method, method))
     published = excess(authors, ['size', 'lr'])
-    published = published[published.method == 'baseline']
-    left.plot(published.mu_norm, published.excess, 'x', color=COLORS['baseline'],
-              label="baseline, the authors' five sizes")
+    for method, rows in (('baseline', published[published.method == 'baseline']),
+                         ('z_loss', published[(published.method == 'z_loss') & (published.lam == 1e-4)])):
+        left.plot(rows.mu_norm, rows.excess, 'x', color=COLORS[method],
+                  label=f"{NAMES.get(method, method)}, the authors' five sizes")
     left.set(xlabel=r'$\|\mu\|$ at the end', ylabel='test loss above μ-centering, nats')
     left.set_xscale('symlog', linthresh=1)
     left.set_yscale('symlog', linthresh=0.1)
@@ -105,7 +106,7 @@ def draw(runs, authors):
     for (method, dtype), rows in runs.groupby(['method', 'logits_dtype'], sort=False):
         marker, label = ('^', f'{method}, fp32 head') if dtype == 'float32' else ('o', None)
         right.plot(rows.logit_mean.abs(), rows.rounding_loss, marker, color=COLORS[method], label=label)
-    mean = np.geomspace(8, 4096, 2000)
+    mean = np.geomspace(8, 8192, 2000)
     half = 2.0 ** (np.floor(np.log2(mean)) - 8)  # half of the distance between neighbouring bf16 numbers
     right.plot(mean, np.log(np.sinh(half) / half), color='black', linewidth=0.8,
                label='independent, uniform errors')
