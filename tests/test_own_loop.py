@@ -54,10 +54,14 @@ def vocabulary_parallel(rank):
     part = E.tensor_split(2)[rank].clone().requires_grad_()
     penalty = mu_loss(part, lam=0.3, group=dist.group.WORLD)
     penalty.backward()
-    center(part, dist.group.WORLD)
+    center(part, group=dist.group.WORLD)
     close(penalty.detach(), 0.3 * mu @ mu)
     close(part.grad, (0.6 * mu / 61).expand_as(part))
     close(part.detach(), (E - mu).tensor_split(2)[rank])
+    counts = torch.arange(61.0, dtype=E.dtype)
+    weighted = E.tensor_split(2)[rank].clone()
+    center(weighted, counts.tensor_split(2)[rank], group=dist.group.WORLD)
+    close(weighted, (E - counts @ E / counts.sum()).tensor_split(2)[rank])
 
 
 def process_of_two(argv):
@@ -111,6 +115,18 @@ def test_fused_gradient_accumulation_drops_what_mu_loss_adds():
     assert not W.main_grad.any()
     W.main_grad += torch.autograd.grad(mu_loss(W), W)[0]  # the remedy
     close(W.main_grad, (2e-4 / 61 * W.mean(dim=0)).expand(61, 16).detach())
+
+
+@pytest.mark.parametrize('weights', [None, torch.arange(61.0, dtype=torch.float64)])
+def test_a_bias_keeps_its_mean_in_the_logits_unless_it_is_centered_too(weights):
+    h, E, bias = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1, normal(generator(2), 61) + 3
+    share = torch.full_like(bias, 1 / 61) if weights is None else weights / weights.sum()
+    before, mean_bias = (h @ E.T + bias).softmax(dim=1), share @ bias
+    center(E, weights)
+    close((h @ E.T + bias) @ share, mean_bias.expand(5), rtol=0, atol=1e-12)
+    center(E, weights, bias)
+    close((h @ E.T + bias) @ share, torch.zeros_like(h[:, 0]), rtol=0, atol=1e-12)
+    close((h @ E.T + bias).softmax(dim=1), before, rtol=0, atol=1e-12)
 
 
 def test_what_reads_the_zero_of_the_logits_is_changed_by_centering():
