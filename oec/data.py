@@ -88,13 +88,13 @@ def evenly_spaced(n, n_windows):
     return np.arange(n) * n_windows // n
 
 
-def unigram(windows, n_tokens=2**27):
-    """The share (V,) that each token has of the text in evenly spaced windows, n_tokens at most in all."""
+def unigram(windows, E, n_tokens=2**27):
+    """The share (V,) that each token has of evenly spaced windows, n_tokens at most in all; a tensor like E."""
     n = min(max(1, n_tokens // windows.block_size), len(windows))
     counts = np.zeros(windows.vocab_size)
     for numbers in np.array_split(evenly_spaced(n, len(windows)), math.ceil(n / 1024)):
         counts += np.bincount(windows[numbers][:, 1:].ravel(), minlength=windows.vocab_size)
-    return counts / counts.sum()
+    return E.new_tensor(counts / counts.sum())
 
 
 def fingerprint(shards):
