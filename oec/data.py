@@ -89,7 +89,7 @@ def evenly_spaced(n, n_windows):
 
 
 def unigram(windows, E, n_tokens=2**27):
-    """The share (V,) that each token has of evenly spaced windows, n_tokens at most in all; a tensor like E."""
+    """The share (V,) that each token has of evenly spaced windows, n_tokens at most in all; like E."""
     n = min(max(1, n_tokens // windows.block_size), len(windows))
     counts = np.zeros(windows.vocab_size)
     for numbers in np.array_split(evenly_spaced(n, len(windows)), math.ceil(n / 1024)):
