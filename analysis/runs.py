@@ -107,7 +107,7 @@ NAMES = {  # a method that is not here is called what METHODS calls it
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
     'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
     'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.', 'muon_head': 'Muon on the head',
-    'zipf_centering': 'Zipf centering'}
+    'zipf_centering': 'Zipf-centering'}
 
 
 def variant(run):
