@@ -53,7 +53,7 @@ def main(argv=None):
     source = source.parent if source.name == 'results.csv' else source
     out = args.out or Path('results', source.name.removesuffix('.csv'))
 
-    # what there is; if it cannot be read, nothing is written
+    # read all inputs before anything is written
     left_out = []  # lines that say which runs, and why
     if args.runs:
         finished, left_out = runs.find(args.runs)
@@ -67,8 +67,8 @@ def main(argv=None):
         all_runs, curves, distributions = data  # csv files -> tables and figures
         unusual = all_runs.variant[~all_runs.in_paper_setting].unique()
         if len(unusual):
-            left_out.append('only among the training curves and in the table of all runs, as they leave the '
-                            f"paper's setting: {'; '.join(unusual)}")
+            left_out.append("not in the paper's setting, so only among the training curves and in the table "
+                            f'of all runs: {"; ".join(unusual)}')
         of_seeds = tables.lrs_of_seeds(all_runs)
         lrs = tables.lrs_rows(of_seeds)
         all_tables = tables.make(all_runs, lrs)
@@ -78,7 +78,7 @@ def main(argv=None):
         report.write_page(out, left_out, figures + all_tables)
 
     for table in all_tables:
-        if 'LRS' in table['title']:  # those that sum all up
+        if 'LRS' in table['title']:  # the summary tables
             print('', html.unescape(table['title']), report.for_terminal(table['rows']), sep='\n')
     print('', *left_out, f'wrote {out}; open {Path(out, "report.html")} in a browser', sep='\n')
     return 0

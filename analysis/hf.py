@@ -1,6 +1,6 @@
 """
-The paper's quantities, and what BF16 costs, of causal language models that others trained, and along the
-checkpoints of a training; by Fact 2 a finished model can be centered. No code that comes with a model is run.
+The paper's quantities of causal language models that others trained, and what BF16 and centering cost them;
+several checkpoints of a training give a figure. No code that comes with a model is run.
 """
 import html
 import math
@@ -60,12 +60,12 @@ def load(name):
 
 
 def final_states(model, tokens):
-    """tokens (n, T) -> the final hidden states (n T, H) in fp32, which the head multiplies."""
+    """tokens (n, T) -> the final hidden states (n T, H) in fp32, the input of the head."""
     return model.base_model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1).float()
 
 
 def head_config(name, model):
-    """The GPTConfig with which head_loss has the model's logits. UserError if it cannot: a bias, a scale."""
+    """The GPTConfig with which head_loss gives the model's logits. UserError if they have a bias, a scale."""
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     E = model.get_output_embeddings().weight
     tokens = torch.arange(min(16, len(E)), device=E.device)[None]
@@ -83,7 +83,7 @@ def read_windows(model, tokenizer, pattern, n):
     """At least n tokens, if there are so many, of the text that `pattern` names: (windows, length + 1)."""
     max_length = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
     length = min(WINDOW, max_length, n)
-    n_tokens = -(-n // length) * (length + 1)  # in whole windows
+    n_tokens = -(-n // length) * (length + 1)  # rounded up to whole windows
     paths = sources.local_files(pattern, '--text') if pattern else sources.stdlib_files()
     texts = (text for _, _, text in sources.read_texts(paths))
     pieces = (text[i:i + PIECE] for text in texts for i in range(0, len(text), PIECE))
@@ -124,7 +124,7 @@ def measure_model(name, args):
         stats['fp32'] = chunked_head_loss(h, E, targets, in_fp32, with_stats=False)[1]['loss']
         for centered, mean in means.items():
             stats[centered] = chunked_head_loss(h, E - mean, targets, config, with_stats=False)[1]['loss']
-        parts.append({name: values.double().cpu() for name, values in stats.items()})
+        parts.append({key: values.double().cpu() for key, values in stats.items()})
     numbers = summarize(join_stats(parts), E)
     if args.center_to:  # last: it changes the model
         center(name, args.center_to, model, tokenizer)
@@ -138,10 +138,15 @@ def center(name, new, model, tokenizer):
     check(W is not model.get_input_embeddings().weight, f'--center_to={new}: the output embeddings of {name} '
           'are tied to the input embeddings, and centering would change these')
     W.copy_(W.float() - W.float().mean(dim=0))
-    model.save_pretrained(f'{new}.tmp')
-    tokenizer.save_pretrained(f'{new}.tmp')
-    os.rename(f'{new}.tmp', new)
+    temporary = f'{os.path.normpath(new)}.tmp'
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    os.rename(temporary, new)
     print(f'{new}: {name} with centered output embeddings; tune its repetition penalty again, if it has one')
+
+
+def shown_number(x):
+    return f'{x:.0f}' if float(x).is_integer() else f'{x:.5g}'
 
 
 def main(args):
@@ -150,7 +155,7 @@ def main(args):
               f'--center_to={args.center_to}: should be a new folder, for one model, without --positions=0')
     measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
     shown = measured.drop(columns='training').dropna(axis='columns', how='all')
-    rows = shown.set_index(shown.model.map(html.escape)).drop(columns='model').map('{:.5g}'.format)
+    rows = shown.set_index(shown.model.map(html.escape)).drop(columns='model').map(shown_number)
     rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
     items = [dict(title='Output embeddings and logits', rows=rows, caption=CAPTION)]
     out = args.out or Path('results', 'hf-' + args.hf[0].replace('/', '--'))

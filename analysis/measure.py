@@ -36,12 +36,12 @@ def of_embeddings(E):
 
 
 def centering_ratios(h, E):
-    """Of exact logits, each (N,): r_log = max |l*_i| / max |l_i| (Eq. 11), r_cos of cosines, cos(mu, h)."""
+    """(N,) each, of exact, uncapped logits: r_log = max |l*_i| / max |l_i| (Eq. 11), r_cos, cos(mu, h)."""
     largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dim=1)  # max |x_i|, without a copy
     mu = E.mean(dim=0)
     logits, mu_h = h @ E.T, h @ mu
     star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h
-    cos = logits / E.norm(dim=1).clamp_min(TINY)  # times |h|, which cancels
+    cos = logits / E.norm(dim=1).clamp_min(TINY)  # |h| cos(e_i, h); |h| cancels in the ratio
     cos_star = star / (E - mu).norm(dim=1).clamp_min(TINY)
     return {'r_log': largest(star) / largest(logits).clamp_min(TINY),
             'r_cos': largest(cos_star) / largest(cos).clamp_min(TINY),
@@ -50,7 +50,7 @@ def centering_ratios(h, E):
 
 @torch.no_grad()
 def statistics(h, E, targets, config):
-    """Name -> (N,), on the CPU: loss and statistics of the logits as rounded and capped; centering_ratios."""
+    """Name -> (N,), on the CPU: the statistics of head_loss, plus centering_ratios."""
     def head(h, E_rounded, targets, config, with_stats):
         total, stats = head_loss(h, E_rounded, targets, config, with_stats)
         return total, {**stats, **centering_ratios(h.float(), E.float())}
@@ -109,7 +109,7 @@ def val_windows(folder, block_size, vocab_size, fingerprint):
 def of_run(folder):
     """
     `of_model` of a finished run over some of its test windows -> that, and a line that says what of it is
-    missing and why, or ''. It is kept in the run's folder, and counts for the model.pt with the same hash.
+    missing and why, or ''. Cached in the run's folder with the hash of model.pt.
     """
     cache, path = Path(folder, CACHE_FILE), Path(folder, 'model.pt')
     kept = read_json(cache) if cache.exists() else NOTHING

@@ -1,5 +1,5 @@
 """
-Token shards, NAME_train_%06d.bin and NAME_val_%06d.bin, as modded-nanogpt has them and llm.c for GPT-2: 256
+Token shards, NAME_train_%06d.bin and NAME_val_%06d.bin, the format of modded-nanogpt and llm.c's GPT-2: 256
 little-endian int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
 A training batch is a pure function of (seed, step), whatever the processes and the micro-batch. Shards are
@@ -78,7 +78,7 @@ class Windows:
         starts = (numbers - self.ends[which]) * self.block_size
         tokens = np.stack([read_shard(self.shards[i][0], start, self.block_size + 1)
                            for i, start in zip(which, starts, strict=True)])
-        if tokens.max() >= self.vocab_size:  # perhaps only in this process, which has to say so
+        if tokens.max() >= self.vocab_size:  # perhaps in this process alone: alone=True prints it
             raise UserError(f'the data have token {tokens.max()}, E only {self.vocab_size} rows', alone=True)
         return tokens.astype(np.int64)
 
@@ -89,7 +89,7 @@ def evenly_spaced(n, n_windows):
 
 
 def unigram(windows, E, n_tokens=2**27):
-    """The share (V,) that each token has of evenly spaced windows, n_tokens at most in all; like E."""
+    """The share (V,) that each token has of evenly spaced windows, n_tokens at most, as a tensor like E."""
     n = min(max(1, n_tokens // windows.block_size), len(windows))
     counts = np.zeros(windows.vocab_size)
     for numbers in np.array_split(evenly_spaced(n, len(windows)), math.ceil(n / 1024)):
@@ -122,7 +122,7 @@ def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
 
 
 def load_batches(windows, start, args, device, rank, world_size):
-    """Yields steps start + 1, ... of `rank`: lists of (tokens, targets), (micro_batch_size, T) int64 each."""
+    """Yields lists of this rank's micro-batches (tokens, targets), (b, T) int64, for steps start + 1, ..."""
     import torch  # 175 MB, of which prepare_fineweb.py has no need
     for step in range(start, args.steps):
         numbers = batch_windows(args.seed, step, args.batch_size, len(windows), rank, world_size)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from oec.common import UserError, check
 
 # Dense BF16 peak in TFLOP/s, from NVIDIA's data sheets; the first name here that is in the GPU's own name.
-PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200': 989, 'RTX 4090': 165}
+PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H200 NVL': 835,
+               'H200': 989, 'RTX 4090': 165}
 
 
 def default_dtype(device):
@@ -43,9 +44,9 @@ def world_size():
 
 
 def set_up(args, local_rank, world_size):
-    """Joins the other processes and returns the device of this one. UserError without a compiler it needs."""
+    """Joins the other processes and returns the device of this one. UserError if --compile does not work."""
     os.environ.setdefault('THP_MEM_ALLOC_ENABLE', '1')  # huge pages, against page faults on a CPU
-    if world_size > 1:  # gloo gathers the settings
+    if world_size > 1:  # gloo: for all_gather_object
         dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -53,7 +54,7 @@ def set_up(args, local_rank, world_size):
     if args.device == 'cuda':
         device = torch.device('cuda', local_rank)
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider: not on every GPU
+        torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider ones: not on all GPUs
     if args.compile:  # is there a compiler?
         try:
             torch.compile(torch.sin)(torch.ones(1, device=device))
@@ -75,7 +76,7 @@ def refuse_different_processes(settings):
 
 
 def gather_positions(values):
-    """(..., N) of each process, N alike -> (..., N of all processes), in the order of their ranks."""
+    """(..., N), the same N on every rank -> (..., N of all ranks), in the order of their ranks."""
     if world_size() == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(world_size())]

@@ -91,7 +91,7 @@ class Published:
 
 
 def cut(text, start, end):
-    """The lines of a text from the one that begins with `start` to the one before that with `end`."""
+    """The lines of a text from the one that begins with `start` up to the one that begins with `end`."""
     first = text.index('\n' + start) + 1
     return textwrap.dedent(text[first:text.index('\n' + end, first) + 1])
 
@@ -132,8 +132,8 @@ def compare_exactly(clone, batches, method, tying):
 
 def compare_training(clone, batches, method, tying, lr):
     """
-    In bf16: the losses of both codes, and of ours from weights that differ in their last bit, which says how
-    far two runs of one code come apart.
+    In bf16: the losses of both codes, and of ours from output embeddings that differ in their last bit, which
+    says how far two runs of one code come apart.
     """
     settings = SimpleNamespace(method=method, weight_tying=tying, lam=METHODS[method] or 1.0, lr=lr,
                                min_lr=1e-5, warmup=STEPS // 20, steps=STEPS, grad_clip=1.0)
