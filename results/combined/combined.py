@@ -6,6 +6,7 @@ The csv, the tables and the figure of this study (the commands of its runs are i
 """
 import functools
 import math
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -111,7 +112,8 @@ def stack_name(run):
 if __name__ == '__main__':
     if len(sys.argv) > 1:
         folders = sorted(path.parent for path in Path(sys.argv[1]).glob('**/result.json'))
-        runs = pd.DataFrame([row_of(folder) for folder in folders])
+        with multiprocessing.get_context('spawn').Pool(initializer=torch.set_num_threads, initargs=[1]) as pool:
+            runs = pd.DataFrame(pool.map(row_of, folders))
         by = [*STACK, 'method', 'seed']
         order = {method: i for i, method in enumerate(['baseline', *NAMES])}
         runs = runs.sort_values(by, na_position='first',
