@@ -27,40 +27,11 @@ part() {  # NAME SECONDS COMMAND...
   ((status == 0)) || failed+=" $1"
 }
 
-# oec/machine.py keeps cuDNN from heads wider than 128. What does that cost at 109M and 221M? Printed
-# are ms of forward and backward of a micro-batch, and the error of the gradients against fp32.
-attention='
-import sys, time, torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-device = sys.argv[1]
-backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-shape = (16, 2048) if device == "cuda" else (2, 64)
-for D in (160, 208):
-    qkv = torch.randn(3, *shape, 4, D, device=device).transpose(2, 3).requires_grad_()
-    exact, = torch.autograd.grad(scaled_dot_product_attention(*qkv, is_causal=True).square().sum(), qkv)
-    for backend in backends:
-        try:
-            with sdpa_kernel(backend):
-                for i in range(13):
-                    if i == 3:  # the first ones choose their plan
-                        device == "cuda" and torch.cuda.synchronize()
-                        start = time.perf_counter()
-                    y = scaled_dot_product_attention(*qkv.bfloat16(), is_causal=True)
-                    gradient, = torch.autograd.grad(y.float().square().sum(), qkv)
-            device == "cuda" and torch.cuda.synchronize()
-            ms = 100 * (time.perf_counter() - start)
-            print(D, backend.name, f"{ms:.2f} ms, error {(gradient - exact).norm() / exact.norm():.1e}")
-        except RuntimeError as error:
-            print(D, backend.name, str(error).splitlines()[0])
-'
-
 part tests 240 python -m pytest -v tests/test_model.py tests/test_head.py -k 'float64 or cuda'
 part steps_small 150 python -m analysis.bench --device=$DEVICE --size=$small $bench
 part head_small 60 python -m analysis.bench --device=$DEVICE --size=$small --head $bench
 part steps_large 180 python -m analysis.bench --device=$DEVICE --size=$large $bench \
   --methods=baseline,mu_loss,mu_centering
-part attention 60 python -c "$attention" $DEVICE
 part head_large 60 python -m analysis.bench --device=$DEVICE --size=$large --head $bench
 part data 60 python prepare_fineweb.py --source=stdlib --tokenizer=bytes --val_tokens=1e6 --out=$runs/text
 for run in baseline-0 baseline-1000 mu_centering-1000; do

@@ -54,7 +54,6 @@ def set_up(args, local_rank, world_size):
     if args.device == 'cuda':
         device = torch.device('cuda', local_rank)
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(args.n_embd // args.n_head <= 128)  # wider ones: not on all GPUs
     if args.compile:  # is there a compiler?
         try:
             torch.compile(torch.sin)(torch.ones(1, device=device))

@@ -113,7 +113,7 @@ def test_products_are_in_the_dtype_and_norms_and_weights_in_fp32():
 def test_attention_of_every_size_is_that_of_float64(size):
     """
     Forward and backward, by the kernel that the device chooses. What enters and leaves a product is rounded
-    to bf16. Once 109M and 221M pass here with cuDNN, oec/machine.py need not avoid it for wide heads.
+    to bf16.
     """
     block_size = 2048 if torch.cuda.is_available() else 64
     args, device = on_device(f'--size={size}', f'--block_size={block_size}', '--vocab_size=64',

@@ -79,40 +79,40 @@ def over_seeds(runs, column, digits=3):
 
 
 def draw(runs):
-    """Test loss above the baseline of the same stack and seed, a dot for each run."""
+    """Test loss above the baseline of the same stack and seed, a dot for each run without a planted shift."""
     baseline = runs[runs.method == 'baseline'].set_index([*STACK, 'seed']).test_loss
     keys = pd.MultiIndex.from_frame(runs[[*STACK, 'seed']])
     runs = runs.assign(excess=runs.test_loss - baseline.reindex(keys).to_numpy(),
                        label=[stack_name(run) for run in runs.itertuples()])
-    figure, ax = plt.subplots(figsize=(7, 3.6), layout='constrained')
+    runs = runs[runs.mu_shift == 0]
+    figure, ax = plt.subplots(figsize=(7, 4.2), layout='constrained')
     labels = list(runs.label.unique())
     methods = [method for method in NAMES if method in set(runs.method)]
     for i, method in enumerate(methods):
         rows = runs[runs.method == method]
-        ax.plot([labels.index(label) + 0.12 * i for label in rows.label], rows.excess, 'o',
+        ax.plot(rows.excess, [labels.index(label) + 0.2 * (i - 1) for label in rows.label], 'o', markersize=5,
                 color=COLORS[method], label=NAMES[method])
-    ax.axhline(0, color=COLORS['baseline'], linewidth=1, label='baseline')
-    ax.set_xticks(range(len(labels)), labels, fontsize=7)
-    ax.set_xlim(-0.5, len(labels))
-    ax.set_ylabel('test loss - baseline, nats')
+    ax.axvline(0, color=COLORS['baseline'], linewidth=1, label='baseline')
+    ax.set_yticks(range(len(labels)), labels)
+    ax.invert_yaxis()
+    ax.set_xlabel('test loss - baseline of the same seed, nats')
     ax.legend()
     figure.savefig(HERE / 'figure.png', dpi=160)
 
 
 def stack_name(run):
     """What a stack is called on the axis."""
-    name = f'{run.n_layer} layers, ' + ('tied' if run.weight_tying else 'untied')
+    name = 'tied' if run.weight_tying else 'untied'
     if run.cap > 0:
-        name += f'\ncap {run.cap:g}'
-    if run.mu_shift > 0:
-        name += f'\nshift {run.mu_shift:g}'
-    return name + f'\n{run.steps} steps\nη = {run.lr:g}'
+        name += f', cap {run.cap:g}'
+    return f'{name}, η = {run.lr:g}, {run.steps:,} steps'
 
 
 if __name__ == '__main__':
     if len(sys.argv) > 1:
         folders = sorted(path.parent for path in Path(sys.argv[1]).glob('**/result.json'))
-        with multiprocessing.get_context('spawn').Pool(initializer=torch.set_num_threads, initargs=[1]) as pool:
+        spawn = multiprocessing.get_context('spawn')
+        with spawn.Pool(initializer=torch.set_num_threads, initargs=[1]) as pool:
             runs = pd.DataFrame(pool.map(row_of, folders))
         by = [*STACK, 'method', 'seed']
         order = {method: i for i, method in enumerate(['baseline', *NAMES])}
