@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, most important first: the tests that depend on the device, time and memory of each
-# method's step and of the head, then training with a shifted mean. Each prints into RESULTS/<part>.txt.
+# What only a GPU can tell and results/gpu does not, most important first: the tests that depend on the device,
+# time and memory of each size's step, controls of the shifted mean. Each prints into RESULTS/<part>.txt.
 #
 #   bash .ci/on_gpu.sh                for LIMIT seconds (570): what does not end by then is cut off
 #   DEVICE=cpu bash .ci/on_gpu.sh     tries this script with everything small
@@ -9,11 +9,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHONUNBUFFERED=1
 if [ "${DEVICE:=cuda}" = cpu ]; then
   export CUDA_VISIBLE_DEVICES=''
-  small=tiny large=tiny folder=gpu_cpu
+  small=tiny sizes=tiny folder=gpu_cpu
   bench='--threads=1 --seconds=1 --vocab_size=512 --batch_size=8 --block_size=128'
-  train='--threads=1 --steps=20 --block_size=128 --batch_size=8'
+  train='--threads=1 --dtype=float32 --steps=20 --block_size=128 --batch_size=8'
 else
-  small=16M large=221M folder=gpu bench='' train='--steps=300'
+  small=16M sizes='221M 109M 57M 29M 16M' folder=gpu bench='--seconds=5' train='--steps=200'
 fi
 : "${RESULTS:=results/$folder}" "${LIMIT:=570}"
 runs=out/$folder failed=''
@@ -27,15 +27,15 @@ part() {  # NAME SECONDS COMMAND...
   ((status == 0)) || failed+=" $1"
 }
 
-part tests 240 python -m pytest -v tests/test_model.py tests/test_head.py -k 'float64 or cuda'
-part steps_small 150 python -m analysis.bench --device=$DEVICE --size=$small $bench
-part head_small 60 python -m analysis.bench --device=$DEVICE --size=$small --head $bench
-part steps_large 180 python -m analysis.bench --device=$DEVICE --size=$large $bench \
-  --methods=baseline,mu_loss,mu_centering
-part head_large 60 python -m analysis.bench --device=$DEVICE --size=$large --head $bench
+part tests 150 python -m pytest -v tests/test_model.py tests/test_head.py -k 'float64 or cuda'
+for size in $sizes; do
+  part steps-$size 120 python -m analysis.bench --device=$DEVICE --size=$size $bench \
+    --methods=baseline,mu_loss,mu_centering
+done
 part data 60 python prepare_fineweb.py --source=stdlib --tokenizer=bytes --val_tokens=1e6 --out=$runs/text
-for run in baseline-0 baseline-1000 mu_centering-1000; do
+for run in baseline-1000-float32 mu_centering-0-bfloat16 baseline-1000-bfloat16 baseline-0-bfloat16; do
+  IFS=- read -r method shift dtype <<<"$run"
   part shift-$run 120 python train.py --device=$DEVICE --size=$small --data=$runs/text --lr=1e-2 $train \
-    --eval_tokens=131072 --test_tokens=131072 --method=${run%-*} --mu_shift=${run#*-} --out=$runs/shift-$run
+    --eval_tokens=131072 --test_tokens=131072 --method=$method --mu_shift=$shift --logits_dtype=$dtype --out=$runs/shift-$run
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
