@@ -35,16 +35,12 @@ def parser():
     return p
 
 
-def check_flags(args):
+def main(argv=None):
+    args = parse_args(parser(), argv)
     sources = [source for source in (args.runs, args.results, args.hf) if source]
     check(len(sources) == 1, 'give one of run folders, such as out/demo, --results=FILE.csv and --hf MODEL')
     for_hf = (args.text, args.positions, args.center_to)
     check(args.hf or for_hf == (None, None, None), '--text, --positions and --center_to need --hf')
-
-
-def main(argv=None):
-    args = parse_args(parser(), argv)
-    check_flags(args)
     if args.hf:
         check(find_spec('transformers'), '--hf needs transformers: pip install transformers')
         from analysis import hf

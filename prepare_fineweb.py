@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tqdm import tqdm
 
-from oec import sources
+from oec import common, sources
 from oec.common import check, lock_folder, number, parse_args, program, read_json, user_path, write_json
-from oec.data import SHARD, read_shard, shard_length, write_shard
+from oec.data import HEADER, MAGIC, SHARD, VERSION, read_shard, shard_length
 
 NAMES = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}  # defaults of --name
 
@@ -40,6 +40,15 @@ def parser():
     add('--shard_tokens', type=shard_size, default=100_000_000, help='in a train shard (default 1e8, 200 MB)')
     add('--workers', type=number(1, most=1024, whole=True), default=cores, help='tokenizing threads')
     return p
+
+
+def write_shard(path, tokens):
+    """Writes `tokens` (n,), n < 2^31, as one shard, atomically. Raises ValueError unless all fit uint16."""
+    tokens = np.asarray(tokens)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 2**16:
+        raise ValueError('shards hold tokens from 0 to 65535')
+    header = np.array([MAGIC, VERSION, len(tokens)] + [0] * (HEADER - 3), '<i4')
+    common.write_atomic(path, lambda file: file.writelines((header, np.ascontiguousarray(tokens, '<u2'))))
 
 
 def load_encoder(name):

@@ -39,7 +39,7 @@ def timed(call, device):
     """The seconds that a call takes."""
     start = time.perf_counter()
     call()
-    machine.synchronize(device)
+    torch.get_device_module(device).synchronize()
     return time.perf_counter() - start
 
 

@@ -112,7 +112,7 @@ def of_run(folder):
     missing and why, or ''. Cached in the run's folder with the hash of model.pt.
     """
     cache, path = Path(folder, CACHE_FILE), Path(folder, 'model.pt')
-    kept = read_json(cache) if cache.exists() else NOTHING
+    kept = read_json(cache, NOTHING)
     if kept['numbers'] and not path.exists():  # too large to be kept, perhaps
         return kept, ''
     try:

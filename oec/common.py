@@ -7,6 +7,8 @@ import math
 import os
 import sys
 
+user_path = os.path.expanduser  # an argparse type: bash does not expand the ~ of --out=~/runs
+
 
 class UserError(Exception):
     """Ends a program with one line, status 2 for what the user gave, 1 for a network or disk that failed."""
@@ -61,11 +63,6 @@ def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whol
     return parse
 
 
-def user_path(text):
-    """An argparse type: a path. bash does not expand the ~ of --out=~/runs."""
-    return os.path.expanduser(text)
-
-
 def write_atomic(path, write):
     """Atomic write: write(file) fills a temp file, fsync, rename. Readers never see a partial file."""
     temporary = f'{path}.tmp'
@@ -88,8 +85,10 @@ def write_json(path, value):
     write_atomic(path, lambda file: file.write(f'{json.dumps(value, indent=2)}\n'.encode()))
 
 
-def read_json(path):
-    """The JSON object in `path`; raises UserError where it is not one."""
+def read_json(path, missing=None):
+    """The JSON object in `path`, or `missing`, if given, where there is no file; UserError if unreadable."""
+    if missing is not None and not os.path.exists(path):
+        return missing
     try:
         with open(path, encoding='utf-8') as file:
             value = json.load(file)

@@ -14,19 +14,10 @@ import os
 
 import numpy as np
 
-from oec.common import UserError, check, read_json, write_atomic
+from oec.common import UserError, check, read_json
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
 SHARD = '*_{}_' + 6 * '[0-9]' + '.bin'  # SHARD.format('val') is the glob of val shards
-
-
-def write_shard(path, tokens):
-    """Writes `tokens` (n,), n < 2^31, as one shard, atomically. Raises ValueError unless all fit uint16."""
-    tokens = np.asarray(tokens)
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 2**16:
-        raise ValueError('shards hold tokens from 0 to 65535')
-    header = np.array([MAGIC, VERSION, len(tokens)] + [0] * (HEADER - 3), '<i4')
-    write_atomic(path, lambda file: file.writelines((header, np.ascontiguousarray(tokens, '<u2'))))
 
 
 def shard_length(path):
@@ -47,18 +38,17 @@ def read_shard(path, start=0, n=-1):
     return np.fromfile(path, '<u2', n, offset=4 * HEADER + 2 * start)
 
 
-def read_meta(folder):
-    """The meta.json of prepare_fineweb.py. Shards without one are taken for GPT-2 tokens."""
+def read_vocab_size(folder):
+    """That of a folder's tokens, as meta.json has it. Shards without one are taken for GPT-2 tokens."""
     path = os.path.join(folder, 'meta.json')
-    meta = read_json(path) if os.path.exists(path) else {'vocab_size': 50257}
-    size = meta.get('vocab_size')
+    size = read_json(path, {'vocab_size': 50257}).get('vocab_size')
     check(type(size) is int and 0 < size <= 2**16,
           f'{path}: vocab_size should be a whole number from 1 to 65536, is {size!r}')
-    return meta
+    return size
 
 
 class Windows:
-    """The windows of all shards of a split, train or val; windows[numbers] are the tokens of some of them."""
+    """The windows of all shards of a split, train or val; windows[ids] are the tokens of some of them."""
 
     def __init__(self, folder, split, block_size, vocab_size):
         paths = sorted(glob.glob(os.path.join(glob.escape(folder), SHARD.format(split))))
@@ -66,16 +56,16 @@ class Windows:
               f'prepare_fineweb.py --out={folder}, without a network --source=stdlib --tokenizer=bytes')
         self.shards = [(path, shard_length(path)) for path in paths]
         self.block_size, self.vocab_size = block_size, vocab_size
-        self.ends = np.cumsum([0] + [max(0, n - 1) // block_size for _, n in self.shards])
+        self.bounds = np.cumsum([0] + [max(0, n - 1) // block_size for _, n in self.shards])
         check(len(self), f'--data={folder} has no {split} shard as long as --block_size={block_size}')
 
     def __len__(self):
-        return int(self.ends[-1])
+        return int(self.bounds[-1])
 
-    def __getitem__(self, numbers):
-        """Numbers (n,) of windows, counted through all shards -> their tokens (n, block_size + 1) int64."""
-        which = np.searchsorted(self.ends, numbers, side='right') - 1
-        starts = (numbers - self.ends[which]) * self.block_size
+    def __getitem__(self, ids):
+        """Ids (n,) of windows, counted through all shards -> their tokens (n, block_size + 1) int64."""
+        which = np.searchsorted(self.bounds, ids, side='right') - 1
+        starts = (ids - self.bounds[which]) * self.block_size
         tokens = np.stack([read_shard(self.shards[i][0], start, self.block_size + 1)
                            for i, start in zip(which, starts, strict=True)])
         if tokens.max() >= self.vocab_size:  # perhaps in this process alone: alone=True prints it
@@ -84,7 +74,7 @@ class Windows:
 
 
 def evenly_spaced(n, n_windows):
-    """The numbers (n,) of windows that lie evenly over all of them, not in one long document."""
+    """The ids (n,) of windows that lie evenly over all of them, not in one long document."""
     return np.arange(n) * n_windows // n
 
 
@@ -92,8 +82,8 @@ def unigram(windows, E, n_tokens=2**27):
     """The share (V,) that each token has of evenly spaced windows, n_tokens at most, as a tensor like E."""
     n = min(max(1, n_tokens // windows.block_size), len(windows))
     counts = np.zeros(windows.vocab_size)
-    for numbers in np.array_split(evenly_spaced(n, len(windows)), math.ceil(n / 1024)):
-        counts += np.bincount(windows[numbers][:, 1:].ravel(), minlength=windows.vocab_size)
+    for ids in np.array_split(evenly_spaced(n, len(windows)), math.ceil(n / 1024)):
+        counts += np.bincount(windows[ids][:, 1:].ravel(), minlength=windows.vocab_size)
     return E.new_tensor(counts / counts.sum())
 
 
@@ -112,21 +102,9 @@ def epoch_order(seed, epoch, n_windows):
     return np.random.RandomState([seed, epoch]).permutation(n_windows)
 
 
-def batch_windows(seed, step, batch_size, n_windows, rank=0, world_size=1):
-    """The windows (batch_size / world_size,) that `rank` has in train_step's step number `step` + 1."""
+def batch_windows(seed, steps_done, batch_size, n_windows, rank=0, world_size=1):
+    """The windows (batch_size / world_size,) that `rank` has in the step after `steps_done` steps."""
     share = batch_size // world_size
-    first = step * batch_size + rank * share
-    epochs, within = np.divmod(np.arange(first, first + share), n_windows)
-    return np.concatenate([epoch_order(seed, int(epoch), n_windows)[within[epochs == epoch]]
-                           for epoch in np.unique(epochs)])
-
-
-def load_batches(windows, start, args, device, rank, world_size):
-    """Yields lists of this rank's micro-batches (tokens, targets), (b, T) int64, for steps start + 1, ..."""
-    import torch  # 175 MB, of which prepare_fineweb.py has no need
-    for step in range(start, args.steps):
-        numbers = batch_windows(args.seed, step, args.batch_size, len(windows), rank, world_size)
-        batch = torch.from_numpy(windows[numbers])
-        if device.type == 'cuda':
-            batch = batch.pin_memory().to(device, non_blocking=True)
-        yield [(part[:, :-1], part[:, 1:]) for part in batch.split(args.micro_batch_size)]
+    first = steps_done * batch_size + rank * share
+    return np.array([epoch_order(seed, i // n_windows, n_windows)[i % n_windows]
+                     for i in range(first, first + share)])

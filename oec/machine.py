@@ -12,13 +12,6 @@ PEAK_TFLOPS = {'A100': 312, 'H100 PCIe': 756, 'H100 NVL': 835, 'H100': 989, 'H20
                'H200': 989, 'RTX 4090': 165}
 
 
-def default_dtype(device):
-    """'bfloat16' on a GPU and on a CPU with instructions for it (AMX, AVX512-BF16), else 'float32'."""
-    units = torch.cpu.get_capabilities()
-    fast = device == 'cuda' or units.get('amx_bf16') or units.get('avx512_bf16')
-    return 'bfloat16' if fast else 'float32'
-
-
 def torchrun_env():
     """(RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), or 0, 0, 1, 1. UserError if set only in part."""
     names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE']
@@ -50,10 +43,9 @@ def set_up(args, local_rank, world_size):
         dist.init_process_group('cpu:gloo,cuda:nccl' if args.device == 'cuda' else 'gloo')
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
     if args.device == 'cuda':
-        device = torch.device('cuda', local_rank)
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(local_rank)
+    device = torch.device(args.device)
     if args.compile:  # is there a compiler?
         try:
             torch.compile(torch.sin)(torch.ones(1, device=device))
@@ -72,21 +64,6 @@ def refuse_different_processes(settings):
     for name in settings:
         values = {str(of_rank[name]) for of_rank in of_ranks}
         check(len(values) == 1, f'the processes differ in {name}: {", ".join(sorted(values))}')
-
-
-def gather_positions(values):
-    """(..., N), the same N on every rank -> (..., N of all ranks), in the order of their ranks."""
-    if world_size() == 1:
-        return values
-    parts = [torch.empty_like(values) for _ in range(world_size())]
-    dist.all_gather(parts, values)
-    return torch.cat(parts, dim=-1)
-
-
-def synchronize(device):
-    """Waits until the device has done all that it was given."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
 
 
 def cleanup_distributed():

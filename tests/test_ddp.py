@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+import prepare_fineweb
 import train
 from conftest import execute, finish, folder_hash, one_line, process
-from oec import data, machine
+from oec import machine
 from small_runs import SMALL, assert_same, load, log_of, ranks, signal_at, state_of
 
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
@@ -78,7 +79,7 @@ def test_what_all_ranks_see_is_said_once_and_what_one_sees_by_itself(corpus, tmp
     assert not (tmp_path / 'run').exists()
 
     beyond = shutil.copytree(corpus, tmp_path / 'beyond')  # tokens that the head has no rows for
-    data.write_shard(str(beyond / 'stdlib_train_000000.bin'), np.full(50_000, 400))
+    prepare_fineweb.write_shard(str(beyond / 'stdlib_train_000000.bin'), np.full(50_000, 400))
     for rank in ranks(2, [*flags, f'--data={beyond}'], tmp_path / 'stderr'):
         finish(rank, 2)
     assert 'token 400' in one_line(tmp_path / 'stderr1')

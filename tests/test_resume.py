@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+import prepare_fineweb
 import train
 from conftest import finish, folder_hash, one_line, process, refused
 from oec import common, data
@@ -145,10 +146,10 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, beg
     other = shutil.copytree(corpus, tmp_path / 'other')
     moved = shutil.copytree(corpus, tmp_path / 'moved')
     shard = str(other / 'stdlib_train_000001.bin')
-    data.write_shard(shard, [*data.read_shard(shard)[:-1], 0])
+    prepare_fineweb.write_shard(shard, [*data.read_shard(shard)[:-1], 0])
     before = folder_hash(tmp_path)
-    for name, change in (('data_fingerprint', f'--data={other}'), ('--lr', '--lr=1e-2'),
-                         ('--dtype', '--dtype=bfloat16')):
+    for name, change in (('data_fingerprint', f'--data={other}'), ('lr', '--lr=1e-2'),
+                         ('dtype', '--dtype=bfloat16')):
         refused(lambda: train.main(flags_of(corpus, begun, change)), begun, f'{name}=')  # noqa: B023
         assert folder_hash(tmp_path) == before
     config = common.read_json(str(begun / 'config.json'))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+import prepare_fineweb
 import train
 from model import GPTConfig
 from oec import data
@@ -70,7 +71,7 @@ def shards(folder):
     """Writes a train and a val shard of 2,000 tokens below 60; returns the tokens."""
     tokens = np.cumsum(np.random.RandomState(0).randint(0, 3, 2000)) % 60
     for split in ('train', 'val'):
-        data.write_shard(str(folder / f'x_{split}_000000.bin'), tokens)
+        prepare_fineweb.write_shard(str(folder / f'x_{split}_000000.bin'), tokens)
     write_json(str(folder / 'meta.json'), {'vocab_size': 60})
     return torch.from_numpy(tokens)
 

@@ -14,7 +14,7 @@ import train
 from analysis import bench
 from conftest import finish, folder_hash, process, refused
 from model import GPT, METHODS, gpt_config
-from oec import common, data, machine
+from oec import common, data
 from small_runs import SMALL, assert_same, load, log_of, result_of, signal_at, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
@@ -118,16 +118,16 @@ def test_the_clock_has_steps_after_compilation_alone(trained, monkeypatch, log_e
         clock.to_wait += 100 + compile.pop(with_stats, 0)
         return real_step(*given, with_stats)
 
-    def synchronize(device):
+    def synchronize():
         clock.now += clock.to_wait
         clock.to_wait = 0
 
     def evaluate(*given):
-        synchronize('cpu')
+        synchronize()
         clock.now += 10_000
         return 0.0
     for where, name, replacement in ((train, 'train_step', train_step), (train, 'evaluate', evaluate),
-                                     (train, 'time', clock), (machine, 'synchronize', synchronize)):
+                                     (train, 'time', clock), (torch.cpu, 'synchronize', synchronize)):
         monkeypatch.setattr(where, name, replacement)
     flags = ('--steps=60', f'--log_every={log_every}', '--eval_every=15', '--keep_every=30')
     out = trained('run', *flags)
