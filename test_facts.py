@@ -2,8 +2,8 @@
 The paper's Facts, which optimizers move mu, every method's equation, and what the paper claims of its
 methods. In float64 unless rounding is the point.
 
-Whoever adds a method adds its equation: to `equations`, and the tests over METHODS hold the head, plain and
-in chunks, its gradients and the evaluation to it; or, if it acts on the weights, to `test_each_step_...`.
+Whoever adds a method adds its equation to `equations`, against which the tests over METHODS check the head,
+plain and in chunks, its gradients and the evaluation; or, if it acts on the weights, to `test_each_step_...`.
 What else model, head and training promise is in tests/.
 """
 import functools
@@ -223,7 +223,7 @@ def test_which_optimizers_move_mu(name, tying, monkeypatch):
     moved = gpt.E.detach() - start
     common = moved.mean(dim=0).norm() / moved.norm(dim=1).mean()
     keeps_mu = name in ('SGD with momentum', 'Coupled Adam', 'Muon') and not tying
-    assert common < 60 * 2.0 ** -53 if keeps_mu else common > 0.1  # 60 steps
+    assert common < 60 * 2.0 ** -53 if keeps_mu else common > 0.1  # one rounding error a step
 
 
 # -------- every method is its equation, in the plain and in the chunked head
@@ -379,7 +379,7 @@ def test_z_loss_is_minimised_by_the_uniform_and_the_one_hot_configuration(V):
 
 
 def force(method, h, E, without):
-    """What `method` does to E (V, H): its change in a step, or the descent that `without` lacks, a config."""
+    """What `method` does to E (V, H): its change in a step, or minus the gradient it adds to config `without`."""
     if method in ('weight_decay', 'mu_centering'):
         gpt = tiny_gpt(method)
         gpt.E.data = E.clone()

@@ -148,8 +148,8 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, beg
     shard = str(other / 'stdlib_train_000001.bin')
     prepare_fineweb.write_shard(shard, [*data.read_shard(shard)[:-1], 0])
     before = folder_hash(tmp_path)
-    for name, change in (('data_fingerprint', f'--data={other}'), ('lr', '--lr=1e-2'),
-                         ('dtype', '--dtype=bfloat16')):
+    for name, change in (('data_fingerprint', f'--data={other}'), ('--lr', '--lr=1e-2'),
+                         ('--dtype', '--dtype=bfloat16')):
         refused(lambda: train.main(flags_of(corpus, begun, change)), begun, f'{name}=')  # noqa: B023
         assert folder_hash(tmp_path) == before
     config = common.read_json(str(begun / 'config.json'))
