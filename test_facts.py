@@ -379,7 +379,7 @@ def test_z_loss_is_minimised_by_the_uniform_and_the_one_hot_configuration(V):
 
 
 def force(method, h, E, without):
-    """What `method` does to E (V, H): its change in a step, or minus the gradient it adds to config `without`."""
+    """What `method` does to E (V, H): its step, or the descent that config `without` lacks."""
     if method in ('weight_decay', 'mu_centering'):
         gpt = tiny_gpt(method)
         gpt.E.data = E.clone()
