@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can tell and results/gpu does not, most important first: the tests that depend on the device,
-# time and memory of each size's step, controls of the shifted mean. Each prints into RESULTS/<part>.txt.
+# What only a GPU can tell and results/gpu does not, most important first: the tests that depend on the
+# device, time and memory of each size's step, controls of the shift. Each prints into RESULTS/<part>.txt.
 #
 #   bash .ci/on_gpu.sh                for LIMIT seconds (570): what does not end by then is cut off
 #   DEVICE=cpu bash .ci/on_gpu.sh     tries this script with everything small
@@ -36,6 +36,7 @@ part data 60 python prepare_fineweb.py --source=stdlib --tokenizer=bytes --val_t
 for run in baseline-1000-float32 mu_centering-0-bfloat16 baseline-1000-bfloat16 baseline-0-bfloat16; do
   IFS=- read -r method shift dtype <<<"$run"
   part shift-$run 120 python train.py --device=$DEVICE --size=$small --data=$runs/text --lr=1e-2 $train \
-    --eval_tokens=131072 --test_tokens=131072 --method=$method --mu_shift=$shift --logits_dtype=$dtype --out=$runs/shift-$run
+    --eval_tokens=131072 --test_tokens=131072 --method=$method --mu_shift=$shift --logits_dtype=$dtype \
+    --out=$runs/shift-$run
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

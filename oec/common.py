@@ -86,7 +86,7 @@ def write_json(path, value):
 
 
 def read_json(path, missing=None):
-    """The JSON object in `path`, or `missing`, if given, where there is no file; UserError if unreadable."""
+    """The JSON object in `path`, or `missing`, if given, where there is no such file; else UserError."""
     if missing is not None and not os.path.exists(path):
         return missing
     try:

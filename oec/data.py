@@ -39,7 +39,7 @@ def read_shard(path, start=0, n=-1):
 
 
 def read_vocab_size(folder):
-    """That of a folder's tokens, as meta.json has it. Shards without one are taken for GPT-2 tokens."""
+    """The vocabulary size that meta.json names. Shards without a meta.json are taken for GPT-2 tokens."""
     path = os.path.join(folder, 'meta.json')
     size = read_json(path, {'vocab_size': 50257}).get('vocab_size')
     check(type(size) is int and 0 < size <= 2**16,

@@ -35,6 +35,8 @@ FLAGS = {'train': '''
     --data={bad}/few -> few, --block_size=32
     --data={bad}/folder -> x_train_000000.bin
     --data={bad}/meta_list -> meta.json, object
+    --data={bad}/meta_size -> meta.json, vocab_size, 65536
+    --data={bad}/meta_less -> meta.json, vocab_size
     ''', 'prepare': '''
     --source=local --files=x --out= -> --out
     --source=stdlib --name=x -> --name
@@ -64,6 +66,7 @@ FILES = {
     'a.doc': b'x', 'words.jsonl': b'{"words": "x"}\n', 'cut.jsonl': b'{"text": "a"}\n{"text":\n',
     'cut.parquet': b'PAR1', 'no_text.parquet': parquet(words=['x']), 'latin.txt': b'gr\xfc\xdfe',
     'x.txt': b'x' * 100, 'meta_list/meta.json': b'[257]',
+    'meta_size/meta.json': b'{"vocab_size": 65537}', 'meta_less/meta.json': b'{}',
     'no_runs.csv': HEAD + b'\n', 'good.csv': HEAD + b'\nbaseline,16M,0,0.1,3\n',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'cells.csv': HEAD + b'\nbaseline,16M,0,0.1,3,4\n',

@@ -90,7 +90,7 @@ def test_muon_head_steps_E_with_muon_and_the_rest_with_adamw(trained):
 
 
 @pytest.mark.parametrize('method', METHODS)
-def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, monkeypatch, method):
+def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, monkeypatch, capsys, method):
     """The log line of step 9 shows it, after a step whose weights are NaN, or else the save of step 8."""
     monkeypatch.setattr(train, 'learning_rate', lambda step, args: 1e30 if step == 7 else 1e-2)
     for log_every, ckpt_every, last_line in ((3, 6, 9), (10, 2, 1)):
@@ -100,6 +100,7 @@ def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, monk
         assert saved['step'] == 6 and all(w.isfinite().all() for w in saved['model'].values())
         assert_same(saved['model'], load(out, 'model_6.pt')['model'])
         assert math.isnan(result['test_loss'])
+        assert capsys.readouterr().out.splitlines()[-1].startswith('diverged: ')
         assert log_of(out)[-1]['step'] == last_line
         assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(out)}
 
