@@ -6,6 +6,7 @@ Run folders and csv files. All tables and figures are made from three csv files,
     curves.csv         a row for each of at most 1,000 lines of a run's log: run, step, loss, ...
     distributions.csv  a row for each run and quantity: mean, quartiles, extrema and shares
 """
+import itertools
 import json
 import math
 import os
@@ -193,6 +194,11 @@ def read(path):
     return runs, curves, beside('distributions.csv', DISTRIBUTIONS)
 
 
+# What runs of one size must have in common, or a table of them would compare what nobody asked for.
+SHARED = ['data_fingerprint', 'n_layer', 'n_embd', 'n_head', 'vocab_size', 'block_size', 'batch_size',
+          'steps', 'test_tokens']
+
+
 def find(folders):
     """The finished runs in or right below `folders`: folder -> a row, a dict; lines that name the others."""
     files = []
@@ -212,6 +218,12 @@ def find(folders):
         run['device'] = run.get('device_name')  # the name of the GPU, not the flag
         runs[folder] = {name: math.nan if value is None else value for name, value in run.items()}
     check(runs, '; '.join(left_out) or f'{" ".join(folders)}: no run in there')
+    first = {}
+    for (folder, run), name in itertools.product(runs.items(), SHARED):
+        value = run.get(name)
+        other, of_other = first.setdefault((run['size'], name), (folder, value))
+        check(value == of_other, f'{folder} has {name}={value}, {other} {of_other}; runs of one size that '
+              'differ in this should be analysed apart')
     return runs, left_out
 
 

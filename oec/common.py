@@ -6,8 +6,7 @@ import json
 import math
 import os
 import sys
-
-user_path = os.path.expanduser  # an argparse type: bash does not expand the ~ of --out=~/runs
+import time
 
 
 class UserError(Exception):
@@ -34,6 +33,8 @@ def program(main, prints_errors=True):
     except UserError as error:
         if prints_errors or error.alone:
             print(f'error: {error}', file=sys.stderr, flush=True)
+        else:
+            time.sleep(3)  # torchrun ends all processes with the first: another one has to print before
         sys.exit(error.status)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -43,6 +44,13 @@ def parse_args(parser, argv):
     """parser.parse_args, but it raises UserError where argparse would print two lines and exit."""
     parser.error = lambda message: check(False, message)
     return parser.parse_args(argv)
+
+
+def user_path(text):
+    """An argparse type: a path, of which bash does not expand the ~ in --out=~/runs."""
+    if not text:  # --init_from=$CKPT, say, without a CKPT
+        raise argparse.ArgumentTypeError("should be a path, is ''")
+    return os.path.expanduser(text)
 
 
 def number(least=-math.inf, above=-math.inf, most=math.inf, below=math.inf, whole=False):
@@ -73,6 +81,8 @@ def write_atomic(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk's OSError
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise UserError(f'{path}: cannot be written ({error.__context__ or error})', status=1) from error
     folder = os.open(os.path.dirname(path) or '.', os.O_RDONLY)
     with contextlib.suppress(OSError):  # not every file system can do it

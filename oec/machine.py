@@ -66,6 +66,20 @@ def refuse_different_processes(settings):
         check(len(values) == 1, f'the processes differ in {name}: {", ".join(sorted(values))}')
 
 
+def on_master(work):
+    """Calls work() in the master process alone; a UserError of it is raised in all processes."""
+    errors = [None]
+    if rank() == 0:
+        try:
+            work()
+        except UserError as error:
+            errors = [error]
+    if world_size() > 1:
+        dist.broadcast_object_list(errors)
+    if errors[0]:
+        raise errors[0]
+
+
 def cleanup_distributed():
     """Destroys the process group, at the same time in all processes, as NCCL wants it."""
     if dist.is_initialized():

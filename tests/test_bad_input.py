@@ -1,5 +1,8 @@
 """What cannot work is refused with one line that names it, before anything is written."""
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +11,8 @@ import pytest
 import analyze
 import prepare_fineweb
 import train
-from conftest import execute, folder_hash, refused
+from conftest import ENV, ROOT, execute, folder_hash, refused
+from oec import common
 from small_runs import SMALL
 from test_prepare import parquet
 
@@ -26,6 +30,9 @@ FLAGS = {'train': '''
     --micro_batch_size=3 -> --micro_batch_size, 4
     --n_embd=30 --n_head=4 -> --n_embd, --n_head
     --mu_shift=30 --weight_tying -> --mu_shift, --weight_tying
+    --mu_shift=30 --init_from=x -> --mu_shift
+    --init_from= -> --init_from, a path
+    --data= -> --data, a path
     --vocab_size=100 -> 257, --vocab_size
     --eval_tokens=5 -> --eval_tokens, --block_size=32
     --data=/nowhere -> /nowhere, *_train_*.bin, prepare_fineweb.py
@@ -100,6 +107,19 @@ def test_bad_input_is_refused_with_one_line(program, flags, words, bad, corpus, 
     flags, words = (text.replace('{bad}', str(bad)) for text in (flags, words))
     refused(lambda: PROGRAMS[program].main([*always[program], *flags.split()]), *words.strip().split(', '))
     assert os.listdir(tmp_path) == [] and folder_hash(bad) == before
+
+
+def test_a_program_prints_its_one_line_and_a_process_that_does_not_lets_another_do_it(monkeypatch):
+    command = [sys.executable, 'train.py', '--lr=x']
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 2 and re.fullmatch('error: .*--lr.*\n', done.stderr) and done.stdout == ''
+
+    waited = []
+    monkeypatch.setattr(common.time, 'sleep', waited.append)
+    monkeypatch.setattr(sys, 'argv', ['train.py', '--lr=x'])
+    with pytest.raises(SystemExit, match='2'):
+        common.program(train.main, prints_errors=False)
+    assert sum(waited) > 1  # torchrun would end all processes with the first
 
 
 def test_a_locale_may_lack_letters():

@@ -11,6 +11,7 @@ import prepare_fineweb
 import train
 from conftest import execute, finish, folder_hash, one_line, process
 from oec import machine
+from oec.common import lock_folder
 from small_runs import SMALL, assert_same, load, log_of, ranks, signal_at, state_of
 
 # 45 windows of test tokens, which 2 or 4 processes cannot share evenly; one window of evaluation tokens, so
@@ -77,6 +78,14 @@ def test_what_all_ranks_see_is_said_once_and_what_one_sees_by_itself(corpus, tmp
         finish(rank, 2)
     assert '--batch_size' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''
     assert not (tmp_path / 'run').exists()
+
+    command = [*SMALL, '--steps=1', f'--data={corpus}', f'--out={tmp_path}/locked']
+    train.main(command)
+    (tmp_path / 'locked' / 'result.json').unlink()
+    with lock_folder(tmp_path / 'locked'):  # which the master process alone finds
+        for rank in ranks(2, command, tmp_path / 'stderr'):
+            finish(rank, 1)
+    assert 'another process' in one_line(tmp_path / 'stderr0') and (tmp_path / 'stderr1').read_text() == ''
 
     beyond = shutil.copytree(corpus, tmp_path / 'beyond')  # tokens that the head has no rows for
     prepare_fineweb.write_shard(str(beyond / 'stdlib_train_000000.bin'), np.full(50_000, 400))

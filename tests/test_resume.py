@@ -80,7 +80,7 @@ def test_after_signals_and_full_disks_the_same_command_resumes(corpus, whole, tm
 
     def full_at(size):  # the largest size of a file
         stopped(1, resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
-        assert 'cannot be written' in one_line(tmp_path / 'stderr')
+        assert 'cannot be written' in one_line(tmp_path / 'stderr') and not list(out.glob('*.tmp'))
     full_at(100_000)  # within the first checkpoint
     stopped(130, signal_at, signal.SIGINT, 'train_step', 2)
     assert (tmp_path / 'stderr').read_text() == ''
@@ -94,12 +94,13 @@ def test_after_signals_and_full_disks_the_same_command_resumes(corpus, whole, tm
 
 
 def test_one_of_several_copies_has_the_folder(corpus, whole, begun):
+    os.truncate(begun / 'ckpt.pt', 0)  # which is not to be read before the folder is locked
     before = folder_hash(begun)
     with common.lock_folder(str(begun)):
-        refused(lambda: train.main(flags_of(corpus, begun)), begun, status=1)
+        refused(lambda: train.main(flags_of(corpus, begun)), begun, 'another process', status=1)
     assert folder_hash(begun) == before
-    done = RunFolder(str(whole[0]), load(whole[0])['config'])  # of one that looked before the run was done
-    refused(lambda: done.begin(0), whole[0], status=1)
+    late = RunFolder(str(whole[0]), load(whole[0])['config'])  # it looked before the other run had begun
+    refused(lambda: late.begin(0), whole[0], status=1)
 
 
 def test_a_file_replaces_the_old_one_once_it_is_on_disk(corpus, tmp_path, monkeypatch):
@@ -127,15 +128,21 @@ def test_a_file_replaces_the_old_one_once_it_is_on_disk(corpus, tmp_path, monkey
 
 
 def test_a_checkpoint_that_is_damaged_or_could_run_code_is_one_line(corpus, begun):
-    """A Path is in a pickle what malice would be: a call of any function of Python's."""
+    """Or of another run. A Path is in a pickle what malice would be: a call of any function of Python's."""
     good = (begun / 'ckpt.pt').read_bytes()
     parts = load(begun, 'ckpt.pt')
-    for content in (b'', good[:-1], [1, 2], {**parts, 'more': Path('x')}):
+    model = {f'_orig_mod.{name}': weight for name, weight in parts['model'].items()}
+    without = {name: parts[name] for name in ('model', 'step', 'config')}  # as model.pt
+    others = [{**parts, 'config': {**parts['config'], **other}} for other in (
+        {'lr': 0.5}, {'rope_fraction': 1.0}, {'data_fingerprint': 'x'})]
+    for content in (b'', good[:-1], [1, 2], {**parts, 'more': Path('x')}, {**parts, 'config': None},
+                    {**parts, 'model': model}, without, *others):
         torch.save(content, begun / 'ckpt.pt')
         if isinstance(content, bytes):
             (begun / 'ckpt.pt').write_bytes(content)
         before = folder_hash(begun)
-        refused(lambda: train.main(flags_of(corpus, begun)), 'ckpt.pt')
+        named = 'ckpt.pt' if content not in others else begun
+        refused(lambda: train.main(flags_of(corpus, begun)), named)
         assert folder_hash(begun) == before
     (begun / 'ckpt.pt').write_bytes(good)
     os.truncate(begun / 'log.jsonl', 100)
@@ -159,6 +166,19 @@ def test_a_command_with_other_settings_or_other_data_is_not_this_run(corpus, beg
     assert (begun / 'result.json').exists()
     os.truncate(begun / 'config.json', 10)
     refused(lambda: train.main(flags_of(corpus, begun)), 'config.json')
+
+
+def test_what_may_change_is_what_changes_no_number_but_by_rounding(tmp_path):
+    settings = {**vars(train.parser().parse_args([])), **dict.fromkeys(('processes', 'data_fingerprint'))}
+    may = set()
+    for name in settings:
+        try:
+            RunFolder(tmp_path, {**settings, name: 'other'}).refuse_other_settings(settings)
+            may.add(name)
+        except common.UserError as error:
+            assert f'{name}=' in str(error)
+    assert may == {'device', 'processes', 'threads', 'compile', 'micro_batch_size', 'ckpt_every',
+                   'keep_every', 'wandb', 'data', 'out'}
 
 
 def test_what_is_not_essential_is_done_without(corpus, tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ def test_defaults_are_appendix_a(tmp_path):
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
         batch_size=64, block_size=2048, size='16M', n_layer=6, n_embd=224, n_head=4, vocab_size=50304,
         weight_tying=False, method='baseline', lam=None, cap=None, mu_shift=0.0, compile=True,
-        eval_tokens=1_048_576, test_tokens=10_485_760, seed=1)
+        eval_tokens=1_048_576, test_tokens=10_485_760, seed=1, micro_batch_size=16)
     args = vars(settled(tmp_path, '--device=cuda'))
     assert {name: args[name] for name in expected} == expected and GPTConfig.rope_fraction == 0.5
     assert {settled(tmp_path, f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}

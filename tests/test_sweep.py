@@ -1,6 +1,7 @@
 """sweep.sh: its grids, and sweeps that are killed, shared or have a run that fails."""
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -90,7 +91,7 @@ class Sweep:
         """The settings of a grid's runs, as train.py reads them from the commands of DRY_RUN=1."""
         lists = dict.fromkeys(('METHODS', 'LRS', 'OUT', 'DATA', 'JOBS'), '')
         lines = self.run(grid=grid, **{**lists, 'DRY_RUN': '1', **env})[0].splitlines()
-        runs = [train.parser().parse_args(line.split()[2:]) for line in lines]
+        runs = [train.parser().parse_args(shlex.split(line)[2:]) for line in lines]
         assert len({run.out for run in runs}) == len(runs)
         return runs
 
@@ -131,6 +132,7 @@ def test_the_variables_replace_the_lists_of_a_grid(fake):
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
     assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd', 0.99, 8)
     assert run.out == 'o/x/29M-tied-z_loss-lam3e-05-lr0.05-s7'
+    assert {run.data for run in fake.plan('demo', DATA='my data&', OUT='my runs&')} == {'my data&'}
 
 
 @pytest.mark.parametrize('env, given', [
@@ -140,6 +142,7 @@ def test_each_run_has_its_own_gpus(fake, env, given):
     """Of six: a power of two of them, which divides the batch, if NPROC does not say."""
     fake.program('nvidia-smi', ''.join(f'echo "GPU {i}: NVIDIA H100 (UUID: a)"\n' for i in range(6)))
     assert re.fullmatch('error: .*JOBS=7.*\n', fake.run(2, grid='paper', JOBS='7', DRY_RUN='1')[1])  # too few
+    fake.run(grid='paper', JOBS='7', FLAGS='--device cpu', DRY_RUN='1')  # no GPU at all
     sweep = fake.start_and_hold(2, 0, grid='paper', SIZES='16M', **env)
     assert sorted(line[2] for line in fake.started()) == given
     os.killpg(sweep.pid, signal.SIGTERM)
@@ -159,6 +162,25 @@ def test_a_sweep_that_a_signal_ended_has_no_runs_left_and_resumes(fake, name):
     before, (out, error) = folder_hash(fake.out), fake.run()
     assert out.startswith('0 of 10 runs') and error == '' and folder_hash(fake.out) == before
     assert not (fake.folder / 'pwned').exists()
+
+
+def test_a_sweep_that_was_killed_alone_starts_no_more_runs(fake):
+    sweep = fake.start_and_hold(4, 2)
+    sweep.kill()
+    sweep.wait()
+    (fake.folder / 'all').write_text('99')
+    os.replace(fake.folder / 'all', fake.folder / 'hold')  # which the runs are reading
+    sweep.communicate(timeout=60)
+    assert fake.done() == len(fake.started()) == 4
+
+
+def test_the_demo_makes_its_data_and_the_status_is_that_of_the_analysis(fake):
+    fake.program('python', f'''echo "$@" >> {fake.folder}/python
+case $1 in train.py) exec {sys.executable} "$@" ;; analyze.py) exit 7 ;; esac''')
+    fake.run(7, DATA='data/stdlib', LRS='0.1')
+    lines = (fake.folder / 'python').read_text().splitlines()
+    assert lines[1] == 'prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib'
+    assert '--data=data/stdlib ' in lines[2] and lines[-1] == f'analyze.py {fake.out}'
 
 
 def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake):
@@ -183,6 +205,7 @@ def test_it_finds_the_clone(fake, tmp_path):
 
 
 @pytest.mark.parametrize('wrong, named', [
+    ({'JOBS': '0'}, 'JOBS=0'), ({'NPROC': 'x'}, 'NPROC=x'), ({'LRS': '1e-1 0.1'}, '-lr0.1-s1'),
     ({'grid': 'none'}, 'none'), ({'grid': 'demo demo'}, 'demo demo'), ({'cwd': '/'}, 'clone'), ({}, 'torch')])
 def test_what_is_wrong_is_one_line(fake, wrong, named, tmp_path):
     fake.program('python', 'exit 1')  # no torch

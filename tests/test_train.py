@@ -14,11 +14,11 @@ import train
 from analysis import bench
 from conftest import finish, folder_hash, process, refused
 from model import GPT, METHODS, gpt_config
-from oec import common, data
+from oec import common, data, machine
 from small_runs import SMALL, assert_same, load, log_of, result_of, signal_at, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
-        '--eval_every=20', '--ckpt_every=7', '--keep_every=30')
+        '--eval_every=15', '--ckpt_every=7', '--keep_every=30')
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_run_leaves_what_the_design_says_and_is_then_done(trained, corpus):
                                       'model_60.pt', 'result.json'}
     log, result, saved = log_of(whole), result_of(whole), load(whole)
     assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 61, 5)]
-    assert [e['step'] for e in log if 'test_loss' in e] == [0, 20, 40, 60]
+    assert [e['step'] for e in log if 'test_loss' in e] == [0, 15, 30, 45, 60]
     assert set(saved) == {'model', 'step', 'config'} and saved['step'] == 60
     assert saved['config'].items() <= common.read_json(f'{whole}/config.json').items()
 
@@ -48,6 +48,9 @@ def test_a_run_leaves_what_the_design_says_and_is_then_done(trained, corpus):
     gpt.load_state_dict(saved['model'])
     expected['test_loss'] = train.evaluate(gpt, windows, 256, 4)
     assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    gpt.load_state_dict(load(whole, 'model_30.pt')['model'])
+    on_the_way, = (entry['test_loss'] for entry in log if 'test_loss' in entry and entry['step'] == 30)
+    assert on_the_way == pytest.approx(train.evaluate(gpt, windows, 128, 4), rel=1e-6)
     assert set(result) == {*expected, 'train_seconds', 'tokens_per_second'}
     assert result['test_loss'] < result['init_loss'] - 1
 
@@ -102,7 +105,16 @@ def test_a_run_that_is_no_longer_finite_leaves_its_last_checkpoint(trained, monk
         assert math.isnan(result['test_loss'])
         assert capsys.readouterr().out.splitlines()[-1].startswith('diverged: ')
         assert log_of(out)[-1]['step'] == last_line
+        if last_line == 9:  # a time, extrapolated to all steps that it ran
+            assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(9 * 4 * 32)
         assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(out)}
+
+
+def test_a_gradient_alone_can_show_that_a_run_is_no_longer_finite(trained, monkeypatch):
+    norms = iter([torch.tensor(x) for x in (1.0, 1.0, math.inf)])
+    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', lambda *_: next(norms))
+    out = trained('run', '--steps=30')
+    assert log_of(out)[-1]['step'] == 3 and math.isfinite(log_of(out)[-1]['loss']) and load(out)['step'] == 0
 
 
 @pytest.mark.parametrize('log_every, untimed', [(1, 5), (2, 4), (10, 2)])
@@ -128,14 +140,17 @@ def test_the_clock_has_steps_after_compilation_alone(trained, monkeypatch, log_e
         clock.now += 10_000
         return 0.0
     for where, name, replacement in ((train, 'train_step', train_step), (train, 'evaluate', evaluate),
-                                     (train, 'time', clock), (torch.cpu, 'synchronize', synchronize)):
+                                     (train, 'time', clock), (torch.cpu, 'synchronize', synchronize),
+                                     (machine, 'peak_flops', lambda device: 1e6)):
         monkeypatch.setattr(where, name, replacement)
     flags = ('--steps=60', f'--log_every={log_every}', '--eval_every=15', '--keep_every=30')
     out = trained('run', *flags)
     rate = 4 * 32 / 100
     with open(f'{out}/log.jsonl') as file:
-        rates = [entry['tokens_per_second'] for entry in map(json.loads, file) if 'loss' in entry]
+        entries = [entry for entry in map(json.loads, file) if 'loss' in entry]
+    rates = [entry['tokens_per_second'] for entry in entries]
     assert rates == untimed * [None] + (len(rates) - untimed) * [rate]
+    assert entries[-1]['mfu'] == rate * GPT(gpt_config(load(out)['config'])).flops_per_token() / 1e6
     result = result_of(out)
     assert result['train_seconds'] == 6000 and result['tokens_per_second'] == rate
     os.unlink(f'{out}/result.json')
@@ -164,6 +179,11 @@ def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_star
     flags = [*LONG, f'--init_from={source}', '--method=mu_centering', '--ckpt_every=0']
     other = trained('other', *flags)
     assert [e['step'] for e in log_of(other)][:2] == [30, 35] and log_of(other)[1]['mu_norm'] < 1e-6
+    result, of_whole = result_of(other), result_of(whole)
+    assert result['init_loss'] is None and of_whole['init_loss'] > 0
+    assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(30 * 4 * 32)
+    changed = load(trained('changed', *flags, '--beta2=0.5', '--steps=31', '--keep_every=31'), 'model_31.pt')
+    assert changed['optimizer'][0]['param_groups'][0]['betas'] == (0.9, 0.5)
     kill = (signal_at, signal.SIGKILL, 'train_step', 12)
     flags[:0] = [*SMALL, '--dtype=float32', f'--data={corpus}']
     finish(process(train.main, [*flags, f'--out={tmp_path}/killed'], prepare=kill), -signal.SIGKILL)
