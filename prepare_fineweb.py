@@ -36,7 +36,8 @@ def parser():
     add('--out', type=user_path, help='folder of the shards (default data/fineweb or data/stdlib)')
     add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='default gpt2; bytes works offline')
     add('--tokens', type=number(1, whole=True), default=13_200_000_000, help='to train on (default 13.2e9)')
-    add('--val_tokens', type=shard_size, help='in the val shard (default 10.5e6, for local files 1e5)')
+    add('--val_tokens', type=shard_size, help='in the val shard (default 10.5e6, of stdlib at most half, '
+        'of local files 1e5)')
     add('--shard_tokens', type=shard_size, default=100_000_000, help='in a train shard (default 1e8, 200 MB)')
     add('--workers', type=number(1, most=1024, whole=True), default=cores, help='tokenizing threads')
     return p
@@ -118,7 +119,11 @@ def main(argv=None):
           '--source=pretokenized has GPT-2 tokens and a val shard: leave out --tokenizer and --val_tokens')
     args.out = args.out or ('data/stdlib' if args.source == 'stdlib' else 'data/fineweb')
     args.name = args.name or NAMES.get(args.source)
-    args.val_tokens = args.val_tokens or (100_000 if local else 10_500_000)
+    if args.val_tokens is None:
+        args.val_tokens = 100_000 if local else 10_500_000
+        if args.source == 'stdlib':  # half of the text of a Python that comes without its tests
+            size = sum(map(os.path.getsize, sources.stdlib_files()))
+            args.val_tokens = min(args.val_tokens, size // 2)
 
     # what the shards depend on: the same command finds it in meta.json and resumes
     settings = {key: value for key, value in vars(args).items() if key not in ('out', 'tokens', 'workers')}

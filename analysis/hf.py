@@ -41,7 +41,7 @@ def training_and_step(name):
     steps = list(STEP.finditer(last))
     if not steps:
         return name, math.nan
-    return name.rpartition(steps[-1][0])[0].rstrip('/@-_'), int(steps[-1][1])
+    return name.rpartition(steps[-1][0])[0].rstrip('/@-_') or '.', int(steps[-1][1])
 
 
 def from_pretrained(kind, name, **options):

@@ -45,13 +45,16 @@ def read_csv(path, columns, required):
     """These columns of a csv file, NaN for a number that is not known or finite; the index says the line."""
     try:
         cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig',
-                            skip_blank_lines=False).fillna('')
+                            skip_blank_lines=False).fillna('').rename(columns=str.strip)
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         raise UserError(f'{path}: not readable as csv ({error})') from error
     missing = [name for name in required if name not in cells]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(required)}')
     check(isinstance(cells.index, pd.RangeIndex), f'{path}: a row has more cells than the first row')
     cells.index = [f'{path} line {i}' for i in range(2, len(cells) + 2)]
+    unread = [name for name in cells if name not in columns]
+    if unread:
+        print(f'{path}: columns that are not read: {", ".join(unread)}')
     cells = cells[(cells != '').any(axis=1)].reindex(columns=columns, fill_value='')
     cells = cells.apply(lambda column: column.str.strip())
     for name in columns:
@@ -149,6 +152,11 @@ def complete(runs):
     check_cells(runs.weight_tying.isin([0, 1]), runs.weight_tying, '0 or 1')
     check_cells(runs.diverged.isin([0, 1]) | runs.diverged.isna(), runs.diverged, '0 or 1')
     check_cells(~(runs.lam < 0), runs.lam, 'at least 0')
+    check_cells(runs.logits_dtype.isin(['', 'bfloat16', 'float32']), runs.logits_dtype, 'bfloat16 or float32')
+    for name in ('steps', 'n_params'):  # or their losses should not be compared
+        of_size = runs.groupby(['size', 'weight_tying'])[name].transform('first')
+        check_cells(runs[name].isna() | (runs[name] == of_size), runs[name], 'that of all runs of its size')
+    runs['method'] = runs.method.replace({name: method for method, name in NAMES.items()})
     for name in ('lr', 'lam'):  # they are one if they are written alike: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     default_lam = runs.method.map(METHODS).astype(float)
@@ -194,9 +202,8 @@ def read(path):
     return runs, curves, beside('distributions.csv', DISTRIBUTIONS)
 
 
-# What runs of one size must have in common, or a table of them would compare what nobody asked for.
-SHARED = ['data_fingerprint', 'n_layer', 'n_embd', 'n_head', 'vocab_size', 'block_size', 'batch_size',
-          'steps', 'test_tokens']
+# What runs of one size must have in common, besides `steps` and `n_params`, for their losses to be compared.
+SHARED = ['data_fingerprint', 'block_size', 'batch_size', 'test_tokens']
 
 
 def find(folders):
@@ -224,6 +231,8 @@ def find(folders):
         other, of_other = first.setdefault((run['size'], name), (folder, value))
         check(value == of_other, f'{folder} has {name}={value}, {other} {of_other}; runs of one size that '
               'differ in this should be analysed apart')
+    rows = pd.DataFrame([*runs.values()], index=[*runs]).reindex(columns=RESULTS)
+    complete(rows.fillna(dict.fromkeys(WORDS & {*RESULTS}, '')))  # refuses what will not go into one table
     return runs, left_out
 
 

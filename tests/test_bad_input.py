@@ -49,6 +49,7 @@ FLAGS = {'train': '''
     --source=stdlib --name=x -> --name
     --source=pretokenized --tokenizer=bytes -> --tokenizer
     --source=local --tokenizer=bytes --files={bad}/*.* -> .doc, .parquet
+    --source=local --tokenizer=bytes --files={bad}/*_i* -> no_index
     --source=local --tokenizer=bytes --files={bad}/words.jsonl -> words.jsonl, row 0, text
     --source=local --tokenizer=bytes --files={bad}/cut.jsonl -> cut.jsonl, row 1
     --source=local --tokenizer=bytes --files={bad}/cut.parquet -> cut.parquet
@@ -70,7 +71,8 @@ FLAGS = {'train': '''
 
 HEAD = b'method,size,weight_tying,lr,test_loss'
 FILES = {
-    'a.doc': b'x', 'words.jsonl': b'{"words": "x"}\n', 'cut.jsonl': b'{"text": "a"}\n{"text":\n',
+    'a.doc': b'x', 'no_index': b'x', 'is_it.txt': b'x',
+    'words.jsonl': b'{"words": "x"}\n', 'cut.jsonl': b'{"text": "a"}\n{"text":\n',
     'cut.parquet': b'PAR1', 'no_text.parquet': parquet(words=['x']), 'latin.txt': b'gr\xfc\xdfe',
     'x.txt': b'x' * 100, 'meta_list/meta.json': b'[257]',
     'meta_size/meta.json': b'{"vocab_size": 65537}', 'meta_less/meta.json': b'{}',
