@@ -190,8 +190,12 @@ def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_star
     os.unlink(source)
     assert_same(state_of(trained('killed', *flags), 'model_60.pt'), state_of(other, 'model_60.pt'))
 
+    other_rope = load(whole, 'model_30.pt')
+    other_rope['config']['rope_fraction'] = 1.0
+    torch.save(other_rope, tmp_path / 'rope.pt')
     for source, flag, named in (('/nowhere.pt', '', '/nowhere.pt'), (f'{whole}/model.pt', '', '--steps=60'),
-                                (f'{whole}/model_30.pt', '--weight_tying', 'weight_tying')):
+                                (f'{whole}/model_30.pt', '--weight_tying', 'weight_tying'),
+                                (f'{tmp_path}/rope.pt', '', 'rope_fraction')):
         refused(lambda: trained('bad', *LONG, f'--init_from={source}', *flag.split()), named)  # noqa: B023
     assert not os.path.exists(tmp_path / 'bad')
 
