@@ -232,7 +232,9 @@ def find(folders):
         check(value == of_other, f'{folder} has {name}={value}, {other} {of_other}; runs of one size that '
               'differ in this should be analysed apart')
     rows = pd.DataFrame([*runs.values()], index=[*runs]).reindex(columns=RESULTS)
-    complete(rows.fillna(dict.fromkeys(WORDS & {*RESULTS}, '')))  # refuses what will not go into one table
+    words = [name for name in RESULTS if name in WORDS]
+    rows[words] = rows[words].astype(object).fillna('')
+    complete(rows)  # refuses what will not go into one table
     return runs, left_out
 
 
