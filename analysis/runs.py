@@ -6,7 +6,6 @@ Run folders and csv files. All tables and figures are made from three csv files,
     curves.csv         a row for each of at most 1,000 lines of a run's log: run, step, loss, ...
     distributions.csv  a row for each run and quantity: mean, quartiles, extrema and shares
 """
-import itertools
 import json
 import math
 import os
@@ -32,6 +31,8 @@ WORDS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device'
 # What the rows of curves.csv and distributions.csv get from results.csv when they are read.
 RUN_COLUMNS = ['run', 'variant', 'in_paper_setting', 'size', 'weight_tying', 'method', 'lam', 'lr', 'seed',
                'diverged']
+# Runs of one size that differ in these should be analysed apart: their losses are not to be compared.
+ALIKE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint']
 TYING = {0: 'untied', 1: 'tied'}
 
 
@@ -153,9 +154,9 @@ def complete(runs):
     check_cells(runs.diverged.isin([0, 1]) | runs.diverged.isna(), runs.diverged, '0 or 1')
     check_cells(~(runs.lam < 0), runs.lam, 'at least 0')
     check_cells(runs.logits_dtype.isin(['', 'bfloat16', 'float32']), runs.logits_dtype, 'bfloat16 or float32')
-    for name in ('steps', 'n_params'):  # or their losses should not be compared
+    for name in runs.columns.intersection(ALIKE):
         of_size = runs.groupby(['size', 'weight_tying'])[name].transform('first')
-        check_cells(runs[name].isna() | (runs[name] == of_size), runs[name], 'that of all runs of its size')
+        check_cells(runs[name].isna() | (runs[name] == of_size), runs[name], 'that of the runs of its size')
     runs['method'] = runs.method.replace({name: method for method, name in NAMES.items()})
     for name in ('lr', 'lam'):  # they are one if they are written alike: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
@@ -202,10 +203,6 @@ def read(path):
     return runs, curves, beside('distributions.csv', DISTRIBUTIONS)
 
 
-# What runs of one size must have in common, besides `steps` and `n_params`, for their losses to be compared.
-SHARED = ['data_fingerprint', 'block_size', 'batch_size', 'test_tokens']
-
-
 def find(folders):
     """The finished runs in or right below `folders`: folder -> a row, a dict; lines that name the others."""
     files = []
@@ -225,13 +222,7 @@ def find(folders):
         run['device'] = run.get('device_name')  # the name of the GPU, not the flag
         runs[folder] = {name: math.nan if value is None else value for name, value in run.items()}
     check(runs, '; '.join(left_out) or f'{" ".join(folders)}: no run in there')
-    first = {}
-    for (folder, run), name in itertools.product(runs.items(), SHARED):
-        value = run.get(name)
-        other, of_other = first.setdefault((run['size'], name), (folder, value))
-        check(value == of_other, f'{folder} has {name}={value}, {other} {of_other}; runs of one size that '
-              'differ in this should be analysed apart')
-    rows = pd.DataFrame([*runs.values()], index=[*runs]).reindex(columns=RESULTS)
+    rows = pd.DataFrame([*runs.values()], index=[*runs]).reindex(columns=[*dict.fromkeys(RESULTS + ALIKE)])
     words = [name for name in RESULTS if name in WORDS]
     rows[words] = rows[words].astype(object).fillna('')
     complete(rows)  # refuses what will not go into one table

@@ -34,7 +34,7 @@ def program(main, prints_errors=True):
         if prints_errors or error.alone:
             print(f'error: {error}', file=sys.stderr, flush=True)
         else:
-            time.sleep(3)  # torchrun ends all processes with the first: another one has to print before
+            time.sleep(3)  # torchrun ends all processes once one has ended: let LOCAL_RANK 0 print first
         sys.exit(error.status)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -65,7 +65,8 @@ def local_files(pattern, flag='--files'):
     paths = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
     # a file with several names, by links or a second **, is read once, under the first of them
     paths = sorted({os.path.realpath(path): path for path in sorted(paths, reverse=True)}.values())
-    kinds = sorted({os.path.isfile(path) and os.path.splitext(path)[1] or path for path in paths})
+    endings = [os.path.splitext(path)[1] if os.path.isfile(path) else '' for path in paths]
+    kinds = sorted({ending or path for ending, path in zip(endings, paths, strict=True)})
     check(kinds in (['.txt'], ['.jsonl'], ['.parquet']), f'{flag}={pattern}: should match files of one kind, '
           f'.txt, .jsonl or .parquet; matches {", ".join(kinds[:5]) or "none"}')
     return paths
