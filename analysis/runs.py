@@ -198,9 +198,8 @@ def read(path):
         file = path.with_name(name)
         there = path.name == 'results.csv' and file.exists()
         rows = read_csv(file, columns, ['run']) if there else pd.DataFrame(columns=columns)
-        return runs[RUN_COLUMNS].merge(rows, on='run')
-    curves = beside('curves.csv', [name for name in CURVES if name != 'lr'])  # the run's lr, not a step's
-    return runs, curves, beside('distributions.csv', DISTRIBUTIONS)
+        return runs[RUN_COLUMNS].merge(rows.drop(columns='lr', errors='ignore'), on='run')  # lr: the run's
+    return runs, beside('curves.csv', CURVES), beside('distributions.csv', DISTRIBUTIONS)
 
 
 def find(folders):
