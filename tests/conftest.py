@@ -1,5 +1,7 @@
 """What the tests share: programs to be started, refused and killed, a small corpus, one real sweep."""
+import contextlib
 import hashlib
+import io
 import multiprocessing
 import os
 import shutil
@@ -14,7 +16,7 @@ import pytest
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
 
-from oec import common
+import train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
@@ -33,13 +35,14 @@ def execute(*command, cwd=ROOT, **env):
     return done.stdout
 
 
-def refused(call, *named, status=2):
-    """Asserts that call() raises a common.UserError with this status whose one line names each of `named`."""
-    with pytest.raises(common.UserError) as caught:
+def refused(call, *named):
+    """Asserts that call() exits with status 2, usage and one line that names each of `named`."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as caught:
         call()
-    line = str(caught.value)
     traceback.clear_frames(caught.tb)  # which hold main's variables, and with them the folder's lock
-    assert caught.value.status == status and '\n' not in line, line
+    usage, line = printed.getvalue().splitlines()
+    assert caught.value.code == 2 and usage.startswith('usage: '), line
     assert all(str(name) in line for name in named), line
 
 
@@ -56,11 +59,12 @@ def in_process(main, argv, stderr, env, prepare):
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ.update(env)
+    train.RANK, train.WORLD_SIZE = int(env.get('RANK', 0)), int(env.get('WORLD_SIZE', 1))
+    train.master_process = train.RANK == 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
     if prepare:
         prepare[0](*prepare[1:])
-    sys.argv[1:] = argv
-    common.program(main, prints_errors=env.get('LOCAL_RANK', '0') == '0')
+    main(argv)
 
 
 def finish(started, status, seconds=120):
@@ -77,7 +81,7 @@ def folder_hash(folder):
 
 def one_line(path):
     text = Path(path).read_text()
-    assert text.startswith('error: ') and text.count('\n') == 1, text
+    assert text.startswith('usage: ') and text.count('\n') == 2, text
     return text
 
 
@@ -95,7 +99,7 @@ def swept(corpus, tmp_path_factory):
     """A folder with out/demo and results/demo: a real sweep of two methods at two learning rates."""
     folder = str(tmp_path_factory.mktemp('checkout'))  # whose out/ and results/ are not the user's
     for name in os.listdir(ROOT):
-        if name.endswith('.py') or name in ('analysis', 'oec'):
+        if name.endswith('.py') or name == 'analysis':
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     shutil.copy(os.path.join(ROOT, 'sweep.sh'), folder)
     execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='2e-2 1e-1',

@@ -2,12 +2,11 @@
 The head, plain and in chunks: what is rounded where, the compiler, memory. A GPU has other products and
 another compiler: if there is one, what it rounds in the head of the paper's runs.
 """
-import math
 
 import pytest
 import torch
 
-from model import CHUNK_BYTES, METHODS, GPTConfig, chunked_head_loss, head_grads, head_loss
+from model import METHODS, GPTConfig, head_loss
 from small_runs import assert_same
 from test_facts import both_heads, close, generator, of_logits
 from test_model import BF16_UNIT, on_device
@@ -26,7 +25,6 @@ def test_a_head_in_bf16_is_exact_up_to_its_roundings(method, device, head, monke
     _, device = on_device(f'--device={device}')
     n = 128
     V, H = (512, 32) if device.type == 'cpu' else (50304, 224)
-    monkeypatch.setitem(CHUNK_BYTES, device.type, 2 * V)
     cap = 10 if method == 'soft_capping' else None
     config = GPTConfig(head_mode=method, lam=0.01, cap=cap, logits_dtype='bfloat16')
     g = generator(0)
@@ -66,26 +64,13 @@ def test_compiling_keeps_every_rounding_and_adds_none(method, device):
     for dtype, compile in (('float32', False), ('bfloat16', False), ('bfloat16', True)):
         cap = 300.0 if method == 'soft_capping' else None
         config = GPTConfig(head_mode=method, lam=1e-4, cap=cap, logits_dtype=dtype)
-        functions = head_loss, head_grads
-        if compile:
-            functions = [torch.compile(function, dynamic=False) for function in functions]
-        total, stats = chunked_head_loss(h, E, targets, config, functions=functions)
+        head = torch.compile(head_loss, dynamic=False) if compile else head_loss
+        total, stats = head(h, E, targets, config)
         with torch.no_grad():
-            _, in_evaluation = chunked_head_loss(h, E, targets, config, functions=functions)
+            _, in_evaluation = head(h, E, targets, config)
         results.append((stats, in_evaluation, torch.autograd.grad(total, (h, E))))
     (exact, _, _), (eager, eager_too, gradients), (compiled, compiled_too, compiled_gradients) = results
     assert exact['logit_mean'].min() > 120 and (exact['loss'] - eager['loss']).abs().mean() > 0.05
     close((compiled, compiled_too), (eager, eager_too), rtol=1e-5, atol=1e-4)
     for gradient, right in zip(compiled_gradients, gradients, strict=True):
         assert (gradient - right).norm() <= 1e-3 * right.norm()  # fp32 may tip single values in bf16
-
-
-@pytest.mark.parametrize('with_grad', [True, False])
-def test_the_chunked_head_never_has_the_logits_of_more_positions_than_a_chunk(with_grad, monkeypatch):
-    monkeypatch.setitem(CHUNK_BYTES, 'cpu', 5 * 1000 * 4)
-    h, E = (torch.randn(n, 4, requires_grad=True) for n in (64, 1000))
-    for head, positions in ((head_loss, 64), (chunked_head_loss, 5)):
-        with torch.set_grad_enabled(with_grad), torch.profiler.profile(record_shapes=True) as profile:
-            head(h, E, torch.zeros(64, dtype=torch.int64), GPTConfig())
-        shapes = [shape for event in profile.events() for shape in event.input_shapes]
-        assert max(math.prod(shape) for shape in shapes) == positions * 1000

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import train
 from analysis import measure
 from model import GPT, SIZES, Attention, GPTConfig, gpt_config, rope_tables, summarize
-from oec import machine
 from test_facts import F64, close, generator, tiny_gpt, token_batch
 
 BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 significant bits)
@@ -19,9 +18,10 @@ BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 signi
 
 def on_device(*flags):
     """The settings of a command, and its device, set up for it."""
-    args = train.parser().parse_args(flags)
-    train.resolve_defaults(args)
-    return args, machine.set_up(args, local_rank=0, world_size=1)
+    args = train.make_parser().parse_args(flags)
+    V, args.vocab_size = args.vocab_size, None  # whatever the data
+    train.settle(args).vocab_size = V
+    return args, torch.device(args.device)
 
 
 def test_sizes_are_the_published_ones():
@@ -156,7 +156,9 @@ def shifted_gpt(norm, **more):
     gpt = tiny_gpt(dtype='float32', **more)
     with torch.no_grad():
         gpt.E.mul_(3)
-    train.shift_mean(gpt.E, norm, seed=0)
+    shift = torch.randn(gpt.E.size(1), generator=generator(0))
+    with torch.no_grad():
+        gpt.E.add_(norm * shift / shift.norm())
     return gpt
 
 

@@ -11,7 +11,8 @@ import prepare_fineweb
 import train
 from conftest import README, ROOT, execute
 
-PARSERS = {f'{program.__name__}.py': program.parser for program in (train, prepare_fineweb, analyze)}
+PARSERS = {'train.py': train.make_parser, 'prepare_fineweb.py': prepare_fineweb.parser,
+           'analyze.py': analyze.parser}
 
 
 def test_the_commands_have_flags_that_there_are():

@@ -8,7 +8,6 @@ import torch
 import prepare_fineweb
 import train
 from model import GPTConfig
-from oec import data
 from oec.common import write_json
 from small_runs import load, log_of
 from test_facts import close, equations, tiny_gpt
@@ -16,9 +15,7 @@ from test_facts import close, equations, tiny_gpt
 
 def settled(folder, *flags):
     """The settings of a command, with data of GPT-2's vocabulary."""
-    args = train.parser().parse_args([f'--data={folder}', *flags])
-    train.resolve_defaults(args)
-    return args
+    return train.settle(train.make_parser().parse_args([f'--data={folder}', *flags]))
 
 
 def test_defaults_are_appendix_a(tmp_path):
@@ -45,26 +42,17 @@ def test_dtype_is_what_the_machine_is_fast_in_also_of_logits(flags, unit, dtype,
 
 def test_batch_order_is_pinned():
     """Values of the frozen RandomState stream: were they to change, old runs could not be resumed."""
-    assert data.batch_windows(1, 0, 5, 1000).tolist() == [775, 813, 549, 55, 416]
-    assert data.batch_windows(1, 300, 5, 1000).tolist() == [897, 578, 641, 935, 253]
-    assert data.batch_windows(2**32 - 1, 7, 5, 10).tolist() == [1, 7, 8, 0, 3]
+    assert train.batch_windows(1, 0, 5, 1000).tolist() == [775, 813, 549, 55, 416]
+    assert train.batch_windows(1, 300, 5, 1000).tolist() == [897, 578, 641, 935, 253]
+    assert train.batch_windows(2**32 - 1, 7, 5, 10).tolist() == [1, 7, 8, 0, 3]
 
 
 def test_every_epoch_visits_every_window_once():
     rng = np.random.RandomState(0)
     for _ in range(50):
         seed, n, batch_size = (int(rng.randint(1, high)) for high in (2**31, 60, 20))
-        order = np.concatenate([data.batch_windows(seed, step, batch_size, n) for step in range(3 * n)])
+        order = np.concatenate([train.batch_windows(seed, step, batch_size, n) for step in range(3 * n)])
         assert (np.sort(order.reshape(-1, n)) == np.arange(n)).all()
-
-
-def test_token_frequencies_are_those_of_evenly_spaced_windows(tmp_path):
-    tokens = shards(tmp_path)
-    windows = data.Windows(str(tmp_path), 'train', 16, 64)
-    for n_tokens, n in ((1, 1), (16 * 50 + 3, 50), (10**9, 124)):
-        seen = torch.cat([tokens[16 * (i * 124 // n):][1:17] for i in range(n)])
-        expected = torch.bincount(seen, minlength=64) / len(seen)
-        close(data.unigram(windows, torch.empty(0), n_tokens), expected)
 
 
 def shards(folder):
@@ -84,13 +72,13 @@ def test_evaluation_is_the_bare_cross_entropy_of_the_evenly_spaced_windows(n_tok
     windows = torch.stack([tokens[16 * (i * 124 // n):][:17] for i in range(n)])
     with torch.no_grad():
         losses = [gpt(part[:, :-1], part[:, 1:])[1]['loss'] for part in windows.split(4)]
-    test_loss = train.evaluate(gpt, data.Windows(str(tmp_path), 'val', 16, 60), n_tokens, micro_batch_size=4)
+    test_loss = train.evaluate(gpt, train.Windows(str(tmp_path), 'val', 16, 60), n_tokens, micro_batch_size=4)
     assert test_loss == pytest.approx(torch.cat(losses).double().mean().item(), rel=1e-13)
 
 
 @pytest.mark.parametrize('method, clip, tying', [
     ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('mu_loss', 0.05, ''), ('mu_centering', 0.5, ''),
-    ('weight_decay', 0, ''), ('coupled_adam', 1, ''), ('zipf_centering', 0, '--weight_tying')])
+    ('weight_decay', 0, ''), ('coupled_adam', 1, '')])
 def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying, tmp_path):
     """train.main and its log against a training written out. In two micro-batches reg counts once."""
     tokens = shards(tmp_path)
@@ -105,7 +93,7 @@ def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying,
     expected = {}
     rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
     for t, lr in enumerate(rates, 1):
-        starts = 16 * data.batch_windows(5, t - 1, 4, 124)
+        starts = 16 * train.batch_windows(5, t - 1, 4, 124)
         windows = torch.stack([tokens[start:start + 17] for start in starts])
         h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
         loss, reg = equations(method, h, gpt.E, targets, 0.3, 0)
@@ -130,8 +118,6 @@ def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying,
                 p -= lr * m / (1 - 0.9 ** t) / ((v / (1 - 0.95 ** t)).sqrt() + 1e-4)
             if method == 'mu_centering':
                 gpt.E.sub_(gpt.E.mean(dim=0))
-            if method == 'zipf_centering':  # the mean over the text, whose windows overlap by one token
-                gpt.E.sub_(gpt.E[tokens[1:16 * 124 + 1]].mean(dim=0))
             expected[t]['mu_norm'] = gpt.E.mean(dim=0).norm()
     weights = load(tmp_path / 'run')['model']  # in fp32
     close(weights, dict(gpt.state_dict()), rtol=0, atol=1e-5, check_dtype=False)

@@ -91,7 +91,7 @@ class Sweep:
         """The settings of a grid's runs, as train.py reads them from the commands of DRY_RUN=1."""
         lists = dict.fromkeys(('METHODS', 'LRS', 'OUT', 'DATA', 'JOBS'), '')
         lines = self.run(grid=grid, **{**lists, 'DRY_RUN': '1', **env})[0].splitlines()
-        runs = [train.parser().parse_args(shlex.split(line)[2:]) for line in lines]
+        runs = [train.make_parser().parse_args(shlex.split(line)[2:]) for line in lines]
         assert len({run.out for run in runs}) == len(runs)
         return runs
 
@@ -111,7 +111,7 @@ def test_the_grids_of_the_paper(fake, grid, methods, lams, tyings, name):
     planned = [(run.method, run.lr, run.size, run.weight_tying, run.lam) for run in runs]
     lrs, sizes = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), '16M 29M 57M 109M 221M'.split()
     assert sorted(planned, key=str) == sorted(product(methods, lrs, sizes, tyings, lams), key=str)
-    defaults = vars(train.parser().parse_args([]))
+    defaults = vars(train.make_parser().parse_args([]))
     for given in ('method', 'lr', 'size', 'weight_tying', 'lam', 'out'):
         del defaults[given]
     assert all(vars(run).items() >= defaults.items() for run in runs)  # 100,000 steps, seed 1, ...

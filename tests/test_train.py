@@ -14,7 +14,7 @@ import train
 from analysis import bench
 from conftest import finish, folder_hash, process, refused
 from model import GPT, METHODS, gpt_config
-from oec import common, data, machine
+from oec import common
 from small_runs import SMALL, assert_same, load, log_of, result_of, signal_at, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
@@ -43,7 +43,7 @@ def test_a_run_leaves_what_the_design_says_and_is_then_done(trained, corpus):
 
     torch.manual_seed(1)
     gpt = GPT(gpt_config(saved['config']))
-    windows = data.Windows(corpus, 'val', 32, 320)
+    windows = train.Windows(corpus, 'val', 32, 320)
     expected = {'n_params': gpt.n_params(), 'init_loss': train.evaluate(gpt, windows, 128, 4)}
     gpt.load_state_dict(saved['model'])
     expected['test_loss'] = train.evaluate(gpt, windows, 256, 4)
@@ -66,30 +66,11 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_and_goes_on_to_its_own_bi
     graphs = torch._dynamo.utils.counters['stats']
     assert not graphs
     compiled = trained('compiled', *flags, '--compile')
-    assert graphs['unique_graphs'] >= 4  # body and head, each in training and in evaluation
+    assert graphs['unique_graphs'] >= 2  # in training and in evaluation
     for a, b in zip(log_of(eager), log_of(compiled), strict=True):
         assert a == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in b.items()}
     again = trained('again', *flags, '--compile', f'--init_from={compiled}/model_2.pt')
     assert_same(load(again)['model'], load(compiled)['model'])
-
-
-def test_muon_head_steps_E_with_muon_and_the_rest_with_adamw(trained):
-    """Muon's update is lr 0.2 sqrt(V) times a matrix whose singular values are near 1; mu stays."""
-    flags = ('--steps=20', '--lr=1e-2', '--warmup=0', '--keep_every=1', '--n_embd=64')
-    adamw, muon = (trained(name, f'--method={name}', *flags) for name in ('baseline', 'muon_head'))
-    first, others = (load(out, 'model_1.pt')['model'] for out in (muon, adamw))
-    torch.manual_seed(1)
-    update = first.pop('lm_head.weight') - GPT(gpt_config(load(muon)['config'])).E
-    sigma = torch.linalg.svdvals(update) / (1e-2 * 0.2 * math.sqrt(320))
-    assert abs(sigma[:32] - 1).max() < 0.3  # of 64; the smallest ones need more iterations
-    del others['lm_head.weight']
-    assert_same(first, others)
-    assert log_of(muon)[-2]['mu_norm'] < 0.1 * log_of(adamw)[-2]['mu_norm']
-
-    optimizers = load(muon, 'model_6.pt')['optimizer']
-    groups = [optimizer['param_groups'][0] for optimizer in optimizers]
-    assert [group['lr'] for group in groups] == 2 * [log_of(muon)[6]['lr']] != 2 * [1e-2]
-    assert [group['weight_decay'] for group in groups] == [0, 0]
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -140,9 +121,9 @@ def test_the_clock_has_steps_after_compilation_alone(trained, monkeypatch, log_e
         clock.now += 10_000
         return 0.0
     for where, name, replacement in ((train, 'train_step', train_step), (train, 'evaluate', evaluate),
-                                     (train, 'time', clock), (torch.cpu, 'synchronize', synchronize),
-                                     (machine, 'peak_flops', lambda device: 1e6)):
+                                     (train, 'time', clock), (torch.cpu, 'synchronize', synchronize)):
         monkeypatch.setattr(where, name, replacement)
+    monkeypatch.setitem(train.PEAK_TFLOPS, 'cpu', 1e-6)
     flags = ('--steps=60', f'--log_every={log_every}', '--eval_every=15', '--keep_every=30')
     out = trained('run', *flags)
     rate = 4 * 32 / 100
@@ -152,10 +133,10 @@ def test_the_clock_has_steps_after_compilation_alone(trained, monkeypatch, log_e
     assert rates == untimed * [None] + (len(rates) - untimed) * [rate]
     assert entries[-1]['mfu'] == rate * GPT(gpt_config(load(out)['config'])).flops_per_token() / 1e6
     result = result_of(out)
-    assert result['train_seconds'] == 6000 and result['tokens_per_second'] == rate
+    assert [result['train_seconds'], result['tokens_per_second']] == pytest.approx([6000, rate])
     os.unlink(f'{out}/result.json')
     os.rename(f'{out}/model_30.pt', f'{out}/ckpt.pt')
-    assert result_of(trained('run', *flags)) == result
+    assert result_of(trained('run', *flags)) == pytest.approx(result)
 
 
 def test_the_benchmark_takes_the_median_over_turns_of_the_ratio_within_a_turn(capsys, monkeypatch):
@@ -183,7 +164,7 @@ def test_init_from_goes_on_as_if_never_stopped_and_needs_its_source_only_to_star
     assert result['init_loss'] is None and of_whole['init_loss'] > 0
     assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(30 * 4 * 32)
     changed = load(trained('changed', *flags, '--beta2=0.5', '--steps=31', '--keep_every=31'), 'model_31.pt')
-    assert changed['optimizer'][0]['param_groups'][0]['betas'] == (0.9, 0.5)
+    assert changed['optimizer']['param_groups'][0]['betas'] == (0.9, 0.5)
     kill = (signal_at, signal.SIGKILL, 'train_step', 12)
     flags[:0] = [*SMALL, '--dtype=float32', f'--data={corpus}']
     finish(process(train.main, [*flags, f'--out={tmp_path}/killed'], prepare=kill), -signal.SIGKILL)
@@ -205,15 +186,9 @@ def test_wandb_gets_every_line_of_the_log_in_one_run(trained, monkeypatch, tmp_p
     seen = []
 
     def init(project, id, name, resume, config):
-        if project == 'locked':
-            raise ValueError('no API key')
         seen.append((project, id, resume))
-        return SimpleNamespace(log=lambda entry, step: seen.append((step, entry.get('loss'))))
-    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace())  # a folder of this name, say
-    refused(lambda: trained('none', '--wandb=mine'), '--wandb', 'pip install')
-    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(init=init, Error=ValueError))
-    refused(lambda: trained('none', '--wandb=locked'), '--wandb=locked', 'no API key')
-    assert os.listdir(tmp_path) == []
+    wandb = SimpleNamespace(init=init, log=lambda entry, step: seen.append((step, entry.get('loss'))))
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
     flags = ('--steps=2', '--keep_every=2', '--wandb=mine')
     out = trained('run', *flags)
     run_id = common.read_json(f'{out}/config.json')['run_id']
@@ -223,7 +198,7 @@ def test_wandb_gets_every_line_of_the_log_in_one_run(trained, monkeypatch, tmp_p
     os.unlink(f'{out}/result.json')
     del seen[:]
     with common.lock_folder(out):
-        refused(lambda: trained('run', *flags), out, status=1)
+        refused(lambda: trained('run', *flags), out)
         assert seen == []  # that of a run in progress is left alone
     trained('run', *flags)
     assert seen[0] == ('mine', run_id, 'allow')
