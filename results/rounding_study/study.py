@@ -1,63 +1,18 @@
-"""
-The study's csv files, figure and tables, from finished runs (their commands are in README.md):
-
-    python results/rounding_study/study.py OUT CPU   # OUT, the runs of this CPU -> csv files, then all below
-    python results/rounding_study/study.py           # csv files -> figure.png, and tables in the terminal
-"""
+"""The csv files of this folder -> the tables of README.md, in the terminal, and figure.png"""
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from analysis.plots import COLORS  # noqa: E402
 from analysis.runs import NAMES  # noqa: E402
-from model import GPT, chunked_head_loss, gpt_config  # noqa: E402
-from oec.common import read_json  # noqa: E402
-from oec.data import Windows, evenly_spaced  # noqa: E402
-from oec.run_folder import load_checkpoint  # noqa: E402
 
 LONG = 1000  # steps of the runs at a constant learning rate
-SETTINGS = ['method', 'mu_shift', 'seed', 'lr', 'steps', 'dtype', 'logits_dtype', 'commit', 'torch']
-
-
-@torch.no_grad()
-def rounding_loss(folder, n_tokens=16_384):
-    """The test loss with logits rounded to bf16 minus that without, of the same bf16 h and E."""
-    saved = load_checkpoint(folder / 'model.pt')
-    config = gpt_config(saved['config'])
-    gpt = GPT(config)
-    gpt.load_state_dict(saved['model'])
-    windows = Windows(saved['config']['data'], 'val', config.block_size, config.vocab_size)
-    batch = torch.from_numpy(windows[evenly_spaced(n_tokens // config.block_size, len(windows))])
-    h = torch.cat([gpt.hidden(tokens[None, :-1]).flatten(0, 1) for tokens in batch]).bfloat16().float()
-    E = gpt.E.bfloat16().float()
-    targets = batch[:, 1:].flatten()
-    losses = {dtype: chunked_head_loss(h, E, targets, replace(config, logits_dtype=dtype))[1]['loss']
-              for dtype in ('bfloat16', 'float32')}
-    return (losses['bfloat16'] - losses['float32']).mean().item()
-
-
-def training_log(folder):
-    """The log lines of training steps, a DataFrame."""
-    log = pd.read_json(folder / 'log.jsonl', lines=True)
-    return log[log.lr.notna()]
-
-
-def row_of(folder, cpu):
-    """A finished run -> its row. train_loss and logit_mean are means over the last tenth of the steps."""
-    run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
-    log = training_log(folder)
-    end = log[log.step > 0.9 * run['steps']]
-    return {**{name: run[name] for name in SETTINGS}, 'cpu': cpu, 'test_loss': run['test_loss'],
-            'train_loss': end.loss.mean(), 'mu_norm': run['mu_norm'],
-            'logit_mean': end.logit_mean.mean(), 'rounding_loss': rounding_loss(folder)}
 
 
 def table(runs):
@@ -121,17 +76,6 @@ def draw(runs, authors):
 
 if __name__ == '__main__':
     runs = pd.read_csv(HERE / 'results.csv')
-    if len(sys.argv) > 1:
-        out, cpu = sys.argv[1:]
-        folders = sorted(path.parent for path in Path(out).glob('*/result.json'))
-        new = pd.DataFrame([row_of(folder, cpu) for folder in folders])
-        runs = pd.concat([runs[runs.cpu != cpu], new])
-        runs.to_csv(HERE / 'results.csv', index=False)
-        curves = [training_log(folder)[['step', 'loss', 'logit_mean', 'mu_norm']]
-                  .assign(method=run.method, seed=run.seed)
-                  for folder, run in zip(folders, new.itertuples(), strict=True) if run.steps == LONG]
-        if curves:
-            pd.concat(curves).to_csv(HERE / 'curves.csv', index=False, float_format='%.7g')
     draw(runs[runs.steps != LONG], pd.read_csv(HERE.parent / 'authors' / 'results.csv'))
     print(table(runs[runs.steps != LONG]).to_string())
     print(gaps(pd.read_csv(HERE / 'curves.csv')).to_string())
