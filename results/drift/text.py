@@ -62,6 +62,7 @@ def documents():
     for name, package in (('reference', 'debian-reference-en'), ('postgres', 'postgresql-doc-15')):
         for path in sorted(glob(f'x/{package}/**/*.html', recursive=True)):
             yield name, plain(read(path))
+    # compressed, which nobody saw before the runs: noise
     for path in sorted(glob('x/bible-kjv-text/**/*', recursive=True)):
         if os.path.isfile(path) and os.path.getsize(path) > 500_000 and not path.endswith('.gz'):
             for text in chunks(read(path)):
