@@ -2,9 +2,8 @@
 The paper's Facts, which optimizers move mu, every method's equation, and what the paper claims of its
 methods. In float64 unless rounding is the point.
 
-Whoever adds a method adds its equation to `equations`, against which the tests over METHODS check the head,
-plain and in chunks, its gradients and the evaluation; or, if it acts on the weights, to `test_each_step_...`.
-What else model, head and training promise is in tests/.
+Whoever adds a method adds its equation to `equations`, against which the tests over METHODS check the head
+and its gradients; or, if it acts on the weights, to `test_step_equation`. All else is in tests/.
 """
 import functools
 import math
@@ -20,7 +19,6 @@ from model import GPT, METHODS, GPTConfig, embedding_penalty, gpt_config, head_l
 
 F64 = torch.float64
 close = torch.testing.assert_close
-both_heads = pytest.mark.parametrize('head', [head_loss], ids=['plain'])
 
 
 def generator(seed):
@@ -60,21 +58,10 @@ def tiny_gpt(method='baseline', seed=0, **more):
     return gpt.to(F64 if gpt.config.dtype == 'float64' else torch.float32)
 
 
-def weights(gpt):
-    return {name: p.detach().clone() for name, p in gpt.named_parameters()}
-
-
 def token_batch(seed):
     """(tokens, targets), each (4, 16); half of the vocabulary never occurs."""
     tokens = torch.randint(64, (4, 17), generator=generator(seed)) // 2
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def random_unigram(seed, V=64):
-    """Frequencies (V,) of tokens, of which half never occur."""
-    f = torch.rand(V, generator=generator(seed), dtype=F64) ** 8
-    f[V // 2:] = 0
-    return f / f.sum()
 
 
 def train_steps(gpt, method, n, lr=0.01, grad_clip=1.0, before_update=lambda: None):
@@ -89,16 +76,15 @@ def train_steps(gpt, method, n, lr=0.01, grad_clip=1.0, before_update=lambda: No
 # -------- the introduction's example
 
 
-@both_heads
 @pytest.mark.parametrize('dtype, centered, p_1', [
     ('float32', False, 0.142), ('bfloat16', False, 0.091), ('bfloat16', True, 0.142)])
-def test_the_introductions_example_of_a_roundoff_error(dtype, centered, p_1, head):
+def test_roundoff_example_of_the_introduction(dtype, centered, p_1):
     """bf16 has no 128.5, though h and E are exact in it. Of centered embeddings the logits are small."""
     h = torch.tensor([[128.0, 0.5]])
     E = torch.tensor([[1.0, 1.0]] + [[1.0, 0.0]] * 10)
     if centered:
         E -= E.mean(dim=0)
-    loss, stats = head(h, E, torch.tensor([0]), GPTConfig(logits_dtype=dtype))
+    loss, stats = head_loss(h, E, torch.tensor([0]), GPTConfig(logits_dtype=dtype))
     assert math.exp(-loss) == pytest.approx(p_1, abs=6e-4)
     assert centered or stats['logit_absmax'].item() == (128.5 if dtype == 'float32' else 128)
 
@@ -106,24 +92,27 @@ def test_the_introductions_example_of_a_roundoff_error(dtype, centered, p_1, hea
 # -------- the Facts
 
 
-@both_heads
-def test_fact_1_the_mean_logit_is_mu_times_h(head):
+def test_fact_1():
+    """The mean logit is mu . h."""
     for h, E, targets in random_heads():
-        _, stats = head(h, E, targets, config_64())
+        _, stats = head_loss(h, E, targets, config_64())
         close(stats['logit_mean'], h @ E.mean(dim=0), rtol=1e-10, atol=1e-10)
 
 
-@both_heads
 @pytest.mark.parametrize('weighted', [False, True])
-def test_fact_2_centering_sets_the_mean_logit_to_zero_and_changes_nothing_else(weighted, head):
-    """Weighted: with sum_j f_j e_j instead of mu, it is the mean sum_i f_i l_i that becomes zero."""
+def test_fact_2(weighted):
+    """
+    Centering sets the mean logit to zero and changes nothing else. Weighted: with sum_j f_j e_j instead of
+    mu, it is the mean sum_i f_i l_i that becomes zero.
+    """
     for i, (h, E, targets) in enumerate(random_heads()):
-        f = random_unigram(i, len(E)) if weighted else torch.full((len(E),), 1 / len(E), dtype=F64)
+        f = normal(generator(i), len(E)) ** 8 if weighted else torch.ones(len(E), dtype=F64)
+        f /= f.sum()
         mean = f @ E if weighted else E.mean(dim=0)
         results = []
         for embeddings in (E, E - mean):
             h_, E_ = h.clone().requires_grad_(), embeddings.clone().requires_grad_()
-            loss, stats = head(h_, E_, targets, config_64())
+            loss, stats = head_loss(h_, E_, targets, config_64())
             results.append((stats, loss, *torch.autograd.grad(loss, (h_, E_))))
         (stats, *before), (star_stats, *after) = results
         scale = max(1, stats['logit_absmax'].max().item())
@@ -136,8 +125,8 @@ def test_fact_2_centering_sets_the_mean_logit_to_zero_and_changes_nothing_else(w
 
 
 @pytest.mark.parametrize('method, shift', [('mu_centering', 0), ('baseline', 100)])
-def test_fact_2_iii_50_steps_differ_by_one_vector_common_to_all_output_embeddings(method, shift):
-    """And by nothing else: the losses and all other weights are the baseline's."""
+def test_fact_2_iii_over_50_steps(method, shift):
+    """The output embeddings differ from the baseline's by one vector common to all, and nothing else does."""
     results = []
     for run_method, norm in (('baseline', 0), (method, shift)):
         gpt = tiny_gpt(run_method)
@@ -145,7 +134,7 @@ def test_fact_2_iii_50_steps_differ_by_one_vector_common_to_all_output_embedding
         with torch.no_grad():
             gpt.E.add_(norm * vector / vector.norm())
         losses = [stats['loss'] for stats, _ in train_steps(gpt, run_method, 50, grad_clip=0.5)]
-        results.append((torch.stack(losses), weights(gpt)))
+        results.append((torch.stack(losses), {name: p.detach() for name, p in gpt.named_parameters()}))
     (losses, base), (other_losses, other) = results
     assert losses[0].mean() - losses[-1].mean() > 0.3  # it did train
     difference = other.pop('lm_head.weight') - base.pop('lm_head.weight')
@@ -154,7 +143,7 @@ def test_fact_2_iii_50_steps_differ_by_one_vector_common_to_all_output_embedding
     assert abs(difference[0].norm() - shift) < 1e-9 if shift else difference[0].norm() > 1e-3
 
 
-def test_fact_3_does_not_hold_as_the_paper_states_it():
+def test_fact_3_counterexample():
     """Its proof cancels |e_i| inside two different maxima."""
     h = torch.tensor([[1.0, 0.0]], dtype=F64)
     E = torch.tensor([[-1.0, 3.0]] * 999 + [[10.0, 1000.0]], dtype=F64)
@@ -163,7 +152,7 @@ def test_fact_3_does_not_hold_as_the_paper_states_it():
     assert abs(ratios['r_log'] - 1.099) < 5e-4                                    # the conclusion does not
 
 
-def test_fact_3_as_it_holds():
+def test_fact_3_corrected():
     """With both maxima kept, always; and as the paper states it if all embeddings have one length."""
     premises = 0
     for h, E, _ in random_heads(200):
@@ -226,20 +215,25 @@ def test_which_optimizers_move_mu(name, tying, monkeypatch):
     assert common < 60 * 2.0 ** -53 if keeps_mu else common > 0.1  # one rounding error a step
 
 
-# -------- every method is its equation, in the plain and in the chunked head
+# -------- every method is its equation
 
 
-def equations(method, h, E, targets, lam, cap):
-    """
-    (mean cross entropy, regulariser) of a method, from the equations of its paper, without code of model.py.
-    To add a method, add two lines: `if method == ...:` and what it does to `logits`, or the `return` with its
-    regulariser.
-    """
+def equations_logits(method, h, E, cap):
+    """The logits (N, V) that enter the softmax, as in the paper of the method, without code of model.py."""
     logits = h @ E.T
     if cap:
         logits = cap * torch.tanh(logits / cap)
     if method == 'norm_softmax':
         logits = logits / logits.std(dim=1, correction=0, keepdim=True)
+    return logits
+
+
+def equations(method, h, E, targets, lam, cap):
+    """
+    (mean cross entropy, regulariser) of a method, likewise. To add a method, add its regulariser here, or
+    what it does to the logits above.
+    """
+    logits = equations_logits(method, h, E, cap)
     shift = logits.max(dim=1).values  # so that no exponential overflows
     log_Z = (logits - shift[:, None]).exp().sum(dim=1).log() + shift
     loss = -(logits[torch.arange(len(h)), targets] - log_Z).mean()
@@ -257,16 +251,15 @@ def equations(method, h, E, targets, lam, cap):
     return loss, torch.zeros((), dtype=F64)
 
 
-def objective(h, E, targets, config, head):
+def objective(h, E, targets, config):
     """What training minimises, a mean over positions; and the head's statistics."""
-    loss, stats = head(h, E, targets, config)
+    loss, stats = head_loss(h, E, targets, config)
     return loss / len(h) + embedding_penalty(E, config), stats
 
 
-@both_heads
 @pytest.mark.parametrize('method', METHODS)
-def test_each_method_is_its_equation_in_training_and_evaluation(method, head, monkeypatch):
-    """Chunks may be of one position, larger than the input, or not divide it."""
+def test_head_equation(method):
+    """The objective, its gradients, the loss and the regulariser."""
     for i, (h, E, targets) in enumerate(random_heads(30)):
         largest = (h @ E.T).abs().max().item()
         cap = 5.0 if method == 'soft_capping' else largest if i % 2 else None  # any method may have one
@@ -274,22 +267,18 @@ def test_each_method_is_its_equation_in_training_and_evaluation(method, head, mo
         h.requires_grad_()
         E.requires_grad_()
         loss, reg = equations(method, h, E, targets, 0.3, cap)
-        ours, stats = objective(h, E, targets, config, head)
+        ours, stats = objective(h, E, targets, config)
         close(ours, loss + reg, rtol=1e-10, atol=1e-10)
         gradients, expected = (torch.autograd.grad(x, (h, E)) for x in (ours, loss + reg))
         for a, b in zip(gradients, expected, strict=True):
             assert (a - b).norm() <= 1e-10 * b.norm() + 1e-11  # the scale of h or E cancels in norm_softmax
-        with torch.no_grad():
-            in_evaluation, evaluation_stats = objective(h, E, targets, config, head)
-        close(in_evaluation, ours.detach(), rtol=1e-10, atol=1e-10)
-        for seen in (stats, evaluation_stats):
-            close(seen['loss'].mean(), loss.detach(), rtol=1e-10, atol=1e-10)  # without the regulariser
-            close(seen['reg'].mean() + embedding_penalty(E, config), reg, rtol=1e-10, atol=1e-10)
+        close(stats['loss'].mean(), loss, rtol=1e-10, atol=1e-10)  # without the regulariser
+        close(stats['reg'].mean() + embedding_penalty(E, config), reg, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize('tying', [False, True])
 @pytest.mark.parametrize('method', METHODS)
-def test_the_model_returns_all_that_training_minimises(method, tying):
+def test_model_equation(method, tying):
     """With the defaults of the method, in which soft_capping has its cap and each penalty its lambda."""
     gpt = tiny_gpt(method, weight_tying=tying, lam=None)
     with torch.no_grad():
@@ -297,6 +286,7 @@ def test_the_model_returns_all_that_training_minimises(method, tying):
     tokens, targets = token_batch(0)
     h = gpt.hidden(tokens).flatten(0, 1)
     cap = 30.0 if method == 'soft_capping' else None
+    close(gpt.logits(tokens).flatten(0, 1), equations_logits(method, h, gpt.E, cap), rtol=1e-12, atol=1e-12)
     loss, reg = equations(method, h, gpt.E, targets.flatten(), METHODS[method], cap)
     parameters = list(gpt.parameters())
     expected = torch.autograd.grad(loss + reg, parameters)
@@ -307,9 +297,8 @@ def test_the_model_returns_all_that_training_minimises(method, tying):
 
 
 @pytest.mark.parametrize('tying', [False, True])
-@pytest.mark.parametrize(
-    'method', ['baseline', 'weight_decay', 'mu_centering', 'coupled_adam'])
-def test_each_step_is_its_equation(method, tying):
+@pytest.mark.parametrize('method', ['baseline', 'weight_decay', 'mu_centering', 'coupled_adam'])
+def test_step_equation(method, tying):
     """theta <- theta - lr u with AdamW's u, and what the method does to E. To add one, add two lines."""
     gpt = tiny_gpt(method, weight_tying=tying)
     expected = {p: p.detach().clone() for p in gpt.parameters()}
@@ -342,7 +331,7 @@ def of_logits(logits, targets, config):
     return loss, stats, torch.autograd.grad(loss, E)[0].T
 
 
-def test_z_loss_treats_positive_and_negative_logits_differently():
+def test_z_loss_is_not_symmetric():
     """Eq. 16 and 17: a single logit that rises is held back; one that falls to minus infinity is not."""
     logits = normal(generator(0), 6).repeat(4, 1)
     logits[:, 0] = torch.tensor([4.0, -4.0, 40.0, -40.0])
@@ -352,7 +341,7 @@ def test_z_loss_treats_positive_and_negative_logits_differently():
 
 
 @pytest.mark.parametrize('V', [2, 10, 50304])
-def test_z_loss_is_minimised_by_the_uniform_and_the_one_hot_configuration(V):
+def test_minima_of_z_loss(V):
     """
     Appendix B, Eq. 23 and 24: at l_j = -log V, and as l_i = 0 and all other l_j -> -infinity, z-loss and its
     gradient vanish although the mean logit is far from 0.
@@ -376,7 +365,7 @@ def force(method, h, E, without):
     E = E.clone().requires_grad_()
     targets = torch.zeros(len(h), dtype=torch.int64)
     cap = 3.0 if method == 'soft_capping' else None
-    whole, rest = (objective(h, E, targets, config, head_loss)[0]
+    whole, rest = (objective(h, E, targets, config)[0]
                  for config in (config_64(method, lam=1.0, cap=cap), without))
     return -torch.autograd.grad(whole - rest, E)[0]
 
@@ -387,7 +376,7 @@ def force(method, h, E, without):
     ('z_loss', 'training', 'no', 'no'),
     ('mu_loss', 'training', 'yes', 'yes'),
     ('mu_centering', 'training', 'yes', 'yes')])
-def test_table_1_overview_of_methods(method, intervention, symmetry, suppression):
+def test_table_1(method, intervention, symmetry, suppression):
     """
     intervention: in the model, if the softmax sees other logits (here of one token each, so that their mean
     is the logit). symmetry: l -> -l reverses what it sees, E -> -E the force of a penalty or shift on E.
@@ -428,12 +417,12 @@ def lrs(tmp_path):
 @pytest.mark.parametrize('losses, mean, n1', [
     ([3.961, 3.881, 3.850, 3.841, 3.857, 4.269, 5.065], 0.262, 0.306),   # baseline
     ([3.962, 3.881, 3.850, 3.842, 3.843, 3.844, 3.842], 0.024, 0.028)])  # mu-centering
-def test_lrs_is_the_papers_in_both_normalisations(losses, mean, n1, lrs):
+def test_lrs_in_both_normalisations(losses, mean, n1, lrs):
     """Published losses at 16M, untied. The paper's equation gives the mean, its table shows n1."""
     assert lrs(losses) == pytest.approx((mean, n1), abs=6e-4)
 
 
-def test_a_loss_counts_as_at_most_that_at_initialisation(lrs):
+def test_lrs_of_losses_above_the_initial_one(lrs):
     losses = [4.0, 3.5, 12.0]
     assert lrs(losses)[0] == pytest.approx((0.5 + 10.83 - 3.5) / 3)
     assert lrs(losses + [math.nan]) == lrs(losses + [10.83]) == lrs(losses + [99.0])
