@@ -28,11 +28,11 @@ START = multiprocessing.get_context('forkserver')
 START.set_forkserver_preload(['small_runs', 'test_prepare', 'torch._dynamo'])
 
 
-def execute(*command, cwd=ROOT, **env):
-    """Starts a program as a user would, asserts that its exit status is 0 and returns what it printed."""
+def execute(*command, cwd=ROOT, status=0, **env):
+    """Starts a program as a user would, asserts its exit status and returns all that it printed."""
     done = subprocess.run(command, cwd=cwd, env={**ENV, **env}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr if status else done.stdout
 
 
 def refused(call, *named):
@@ -80,6 +80,7 @@ def folder_hash(folder):
 
 
 def one_line(path):
+    """The text of a file, which is argparse's usage and one line."""
     text = Path(path).read_text()
     assert text.startswith('usage: ') and text.count('\n') == 2, text
     return text
@@ -90,7 +91,7 @@ def corpus(tmp_path_factory):
     """Shards of the standard library's source in bytes: one val shard and two train shards."""
     folder = str(tmp_path_factory.mktemp('data') / 'stdlib')
     execute('python', 'prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}',
-            '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000', '--workers=1')
+            '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000')
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Small runs for the tests: their flags, what they leave, what happens in them, runs of several processes."""
+"""Small runs for the tests: their flags and data, what they leave, what happens in them, their ranks."""
 import functools
 import itertools
 import json
@@ -6,16 +6,23 @@ import os
 import signal
 import socket
 
+import numpy as np
 import torch
 
 import train
 from conftest import process
 
-SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4',
-         '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1')
+SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4', '--dtype=float32',
+         '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1', '--log_every=1')
 TIMES = ('tokens_per_second', 'mfu', 'train_seconds')
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)  # bit for bit
 PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # its own of each of pytest's workers
+
+
+def shard(tokens):
+    """The bytes of a shard, as modded-nanogpt has them."""
+    header = [20240520, 1, len(tokens)] + [0] * 253
+    return np.array(header, '<i4').tobytes() + np.array(tokens, '<u2').tobytes()
 
 
 def without_times(entry):
@@ -56,15 +63,17 @@ def signal_at(which, name, number):
     setattr(train, name, call)
 
 
-def ranks(world, argv, stderr, main=train.main, prepare=(), nodes=None):
-    """
-    Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>. With
-    `nodes`, the flags that each one adds, they are as on machines of their own.
-    """
+def ranks(world, argv, stderr, main=train.main, prepare=()):
+    """Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>."""
     with socket.socket() as s:
         port = next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
-    shared = {'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': '1' if nodes else str(world),
-              'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
-    return [process(main, [*argv, *(nodes[rank] if nodes else [])], stderr=f'{stderr}{rank}', prepare=prepare,
-                    env={**shared, 'RANK': str(rank), 'LOCAL_RANK': '0' if nodes else str(rank)})
-            for rank in range(world)]
+    shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+    return [process(main, argv, stderr=f'{stderr}{rank}', prepare=prepare,
+                    env={**shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank in range(world)]
+
+
+def float64_model(*given, make_model=train.make_model):
+    """make_model, but in float64, where sums differ by 1e-16."""
+    model, optimizer = make_model(*given)
+    model.double().config.logits_dtype = 'float64'
+    return model, optimizer

@@ -1,46 +1,58 @@
-"""What a run does: defaults, batch order, test windows, and all of a run written out."""
+"""What a run computes: defaults, data, batch order, the step, and all of a run written out."""
 import math
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import prepare_fineweb
 import train
-from model import GPTConfig
-from oec.common import write_json
-from small_runs import load, log_of
-from test_facts import close, equations, tiny_gpt
+from model import GPT
+from small_runs import float64_model, load, log_of, result_of, shard
+from test_facts import close, equations, tiny_gpt, token_batch
 
 
-def settled(folder, *flags):
-    """The settings of a command, with data of GPT-2's vocabulary."""
-    return train.settle(train.make_parser().parse_args([f'--data={folder}', *flags]))
+@pytest.fixture
+def settled(tmp_path, monkeypatch):
+    """settled(*flags): the settings of a command, with data of GPT-2's vocabulary, as if on a GPU."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'NVIDIA H100')
+    return lambda *flags: train.settle(train.parser.parse_args([f'--data={tmp_path}', *flags]))
 
 
-def test_defaults_are_appendix_a(tmp_path):
+def test_defaults_are_appendix_a(settled):
     expected = dict(
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
         batch_size=64, block_size=2048, size='16M', n_layer=6, n_embd=224, n_head=4, vocab_size=50304,
-        weight_tying=False, method='baseline', lam=None, cap=None, mu_shift=0.0, compile=True,
-        eval_tokens=1_048_576, test_tokens=10_485_760, seed=1, micro_batch_size=16)
-    args = vars(settled(tmp_path, '--device=cuda'))
-    assert {name: args[name] for name in expected} == expected and GPTConfig.rope_fraction == 0.5
-    assert {settled(tmp_path, f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
-    assert settled(tmp_path, '--method=soft_capping').cap == 30 and settled(tmp_path, '--cap=15').cap == 15
+        weight_tying=False, rope_fraction=0.5, method='baseline', lam=None, cap=None, mu_shift=0.0,
+        device='cuda', compile=True, eval_tokens=1_048_576, test_tokens=10_485_760, seed=1)
+    args = vars(settled())
+    assert {name: args[name] for name in expected} == expected
+    assert {settled(f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
+    assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
+
+
+@pytest.mark.parametrize('flags, size', [
+    ('', 16), ('--device=cpu', 2), ('--block_size=4096 --batch_size=12', 6),
+    ('--block_size=512 --batch_size=12 --device=cpu', 6), ('--block_size=65536', 1)])
+def test_default_micro_batch(flags, size, settled):
+    """The largest that divides the batch, of at most 32,768 tokens on a GPU and 4,096 on a CPU."""
+    assert settled(*flags.split()).micro_batch_size == size
 
 
 @pytest.mark.parametrize('flags, unit, dtype', [
     ('--device=cuda', '', 'bfloat16'), ('--device=cpu', 'amx_bf16', 'bfloat16'),
     ('--device=cpu', 'avx512_bf16', 'bfloat16'), ('--device=cpu', 'avx512_f', 'float32'),
     ('--device=cpu --dtype=bfloat16', '', 'bfloat16'), ('--device=cuda --dtype=float32', '', 'float32')])
-def test_dtype_is_what_the_machine_is_fast_in_also_of_logits(flags, unit, dtype, tmp_path, monkeypatch):
+def test_default_dtype(flags, unit, dtype, settled, monkeypatch):
+    """What the machine is fast in, for trunk and logits."""
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {unit: True})
-    args = settled(tmp_path, *flags.split())
+    args = settled(*flags.split())
     assert (args.dtype, args.logits_dtype) == (dtype, dtype)
 
 
-def test_batch_order_is_pinned():
+def test_pinned_batch_order():
     """Values of the frozen RandomState stream: were they to change, old runs could not be resumed."""
     assert train.batch_windows(1, 0, 5, 1000).tolist() == [775, 813, 549, 55, 416]
     assert train.batch_windows(1, 300, 5, 1000).tolist() == [897, 578, 641, 935, 253]
@@ -55,57 +67,121 @@ def test_every_epoch_visits_every_window_once():
         assert (np.sort(order.reshape(-1, n)) == np.arange(n)).all()
 
 
-def shards(folder):
-    """Writes a train and a val shard of 2,000 tokens below 60; returns the tokens."""
-    tokens = np.cumsum(np.random.RandomState(0).randint(0, 3, 2000)) % 60
-    for split in ('train', 'val'):
-        prepare_fineweb.write_shard(str(folder / f'x_{split}_000000.bin'), tokens)
-    write_json(str(folder / 'meta.json'), {'vocab_size': 60})
-    return torch.from_numpy(tokens)
+def test_windows_stay_within_a_shard(tmp_path):
+    """No shard keeps a file open: 1,024 is often the limit, and there may be more shards."""
+    for i, (start, end) in enumerate([(0, 100), (100, 135), (200, 203), (300, 333), (400, 432)]):
+        (tmp_path / f'x_train_{i:06}.bin').write_bytes(shard(range(start, end)))
+    open_files = os.listdir('/dev/fd')
+    windows = train.Windows(str(tmp_path), 'train', 16, 1000)
+    assert os.listdir('/dev/fd') == open_files
+    starts = np.array([0, 16, 32, 48, 64, 80, 100, 116, 300, 316, 400])
+    order = np.random.RandomState(0).permutation(len(starts))
+    assert np.array_equal(windows[order], starts[order, None] + np.arange(17)) and len(windows) == 11
 
 
-@pytest.mark.parametrize('n_tokens, n', [(16 * 10 + 5, 10), (10**9, 124)])  # or all windows there are
-def test_evaluation_is_the_bare_cross_entropy_of_the_evenly_spaced_windows(n_tokens, n, tmp_path):
-    """Of fp32 losses, which test_facts.py holds to the cross entropy, without reg, summed in float64."""
-    tokens = shards(tmp_path)
-    gpt = tiny_gpt('z_loss', dtype='float32', logits_dtype='float32')
-    windows = torch.stack([tokens[16 * (i * 124 // n):][:17] for i in range(n)])
-    with torch.no_grad():
-        losses = [gpt(part[:, :-1], part[:, 1:])[1]['loss'] for part in windows.split(4)]
-    test_loss = train.evaluate(gpt, train.Windows(str(tmp_path), 'val', 16, 60), n_tokens, micro_batch_size=4)
-    assert test_loss == pytest.approx(torch.cat(losses).double().mean().item(), rel=1e-13)
+def test_fingerprint(tmp_path):
+    """As old runs have it; of lengths, first and last tokens, and of the order of the shards."""
+    tokens = np.random.RandomState(0).randint(0, 2**16, 100_000)
+    others = [tokens[:-1], np.append(tokens, 0)]
+    for position in (0, 2**15 - 1, -2**15, -1):
+        others.append(tokens.copy())
+        others[-1][position] += 1
+    shards = []
+    for i, content in enumerate([tokens, *others]):
+        (tmp_path / f'{i}').write_bytes(shard(content))
+        shards.append((str(tmp_path / f'{i}'), train.shard_length(str(tmp_path / f'{i}'))))
+    assert train.fingerprint(shards[:1]) == '57dbe8e8136aa5c0'
+    found = {train.fingerprint(some) for some in ([s] for s in shards)}
+    assert len(found | {train.fingerprint(shards[:2]), train.fingerprint(shards[1::-1])}) == len(shards) + 2
 
 
-@pytest.mark.parametrize('method, clip, tying', [
-    ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('mu_loss', 0.05, ''), ('mu_centering', 0.5, ''),
-    ('weight_decay', 0, ''), ('coupled_adam', 1, '')])
-def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying, tmp_path):
-    """train.main and its log against a training written out. In two micro-batches reg counts once."""
-    tokens = shards(tmp_path)
-    flags = dict(data=tmp_path, out=tmp_path / 'run', dtype='float32', device='cpu', seed=5, grad_clip=clip,
-                 n_layer=1, n_embd=16, n_head=2, vocab_size=64, block_size=16, lr=0.03, min_lr=1e-3, warmup=2,
-                 steps=8, batch_size=4, micro_batch_size=2, eval_tokens=64, test_tokens=64, method=method,
-                 eps=1e-4, log_every=3, **({'lam': 0.3} if method in ('mu_loss', 'weight_decay') else {}))
-    train.main([f'--{name}={value}' for name, value in flags.items()] + tying.split())
+@pytest.mark.parametrize('method', ['baseline', 'coupled_adam'])
+def test_step_with_parameter_groups(method):
+    """As a fork may have them: each gets the learning rate, and E is updated with the eps of its own."""
+    trained = []
+    for split in (False, True):
+        gpt = tiny_gpt(method)
+        others = [p for p in gpt.parameters() if p is not gpt.E]
+        groups = [{'params': others}, {'params': [gpt.E], 'eps': 0.1}]
+        optimizer = torch.optim.AdamW(groups if split else gpt.parameters(), eps=1e-8 if split else 0.1)
+        args = SimpleNamespace(method=method, grad_clip=1.0, lr=0.02, min_lr=0.0, warmup=1, steps=9)
+        train.train_step(gpt, optimizer, [token_batch(0)], 1, args)
+        assert {group['lr'] for group in optimizer.param_groups} == {0.01}
+        trained.append(gpt.E.detach())
+    close(*trained, rtol=0, atol=1e-15)
 
-    gpt = tiny_gpt(seed=5, weight_tying=bool(tying))
-    moments = {p: (0, 0) for p in gpt.parameters()}
-    expected = {}
-    rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
-    for t, lr in enumerate(rates, 1):
-        starts = 16 * train.batch_windows(5, t - 1, 4, 124)
-        windows = torch.stack([tokens[start:start + 17] for start in starts])
+
+@pytest.fixture
+def corpus_of_60(tmp_path):
+    """A folder with one val shard and two train shards, all of them different, of 60 tokens."""
+    folder = tmp_path / 'data'
+    folder.mkdir()
+    for seed, (name, n) in enumerate([('val_000000', 900), ('train_000000', 1200), ('train_000001', 777)]):
+        tokens = np.cumsum(np.random.RandomState(seed).randint(0, 3, n)) % 60
+        (folder / f'x_{name}.bin').write_bytes(shard(tokens))
+    (folder / 'meta.json').write_text('{"vocab_size": 60}')
+    return folder
+
+
+def windows_of(folder, split):
+    """The windows (n, 17) of all shards, by hand."""
+    shards = [np.fromfile(path, '<u2')[512:] for path in sorted(folder.glob(f'x_{split}_*.bin'))]
+    windows = [tokens[i:i + 17] for tokens in shards for i in range(0, len(tokens) - 16, 16)]
+    return torch.from_numpy(np.stack(windows).astype(np.int64))
+
+
+def small_run(data, out, *more, **flags):
+    """A run of 8 steps, in two micro-batches each."""
+    flags = dict(data=data, out=out, dtype='float32', device='cpu', seed=5, n_layer=1, n_embd=16, n_head=2,
+                 vocab_size=64, block_size=16, lr=0.03, steps=8, batch_size=4, micro_batch_size=2, eps=1e-4,
+                 log_every=3, eval_every=4, eval_tokens=16 * 10 + 5, test_tokens=10**9) | flags
+    train.main([*more, *(f'--{name}={value}' for name, value in flags.items())])
+
+
+def test_evaluation_mode(corpus_of_60, tmp_path, monkeypatch):
+    """A fork's dropout, say, is on in training alone."""
+    seen = []
+    hidden = GPT.hidden
+    monkeypatch.setattr(GPT, 'hidden', lambda gpt, x: seen.append((gpt.training, x.shape)) or hidden(gpt, x))
+    small_run(corpus_of_60, tmp_path / 'run', steps=1, micro_batch_size=4, eval_tokens=16, test_tokens=16)
+    assert seen == [(False, (1, 16)), (True, (4, 16)), (False, (1, 16))]
+
+
+@pytest.mark.parametrize('method, clip, more', [
+    ('baseline', 0, ''), ('baseline', 1, '--weight_tying'), ('z_loss', 0.05, '--lam=0.3'),
+    ('mu_loss', 0.05, '--lam=0.3'), ('mu_centering', 0.5, ''), ('weight_decay', 0, '--lam=0.3'),
+    ('coupled_adam', 1, ''), ('baseline', 1, '--warmup=0 --min_lr=0.03')])
+def test_a_run_written_out(method, clip, more, corpus_of_60, tmp_path, monkeypatch):
+    """train.main, its log and its result, in float64. In two micro-batches the penalty counts once."""
+    monkeypatch.setattr(train, 'make_model', float64_model)
+    schedule = () if 'warmup' in more else ('--warmup=2', '--min_lr=1e-3')
+    small_run(corpus_of_60, tmp_path / 'run', *more.split(), *schedule, method=method, grad_clip=clip)
+    rates = 8 * [0.03]
+    if schedule:
+        rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
+
+    train_windows, val_windows = (windows_of(corpus_of_60, split) for split in ('train', 'val'))
+    gpt = tiny_gpt(seed=5, weight_tying=more == '--weight_tying')
+
+    def forward(windows):
+        """What a method's equation says of windows, and their logits."""
         h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-        loss, reg = equations(method, h, gpt.E, targets, 0.3, 0)
+        return *equations(method, h, gpt.E, targets, 0.3, 0), h @ gpt.E.T
+
+    def val_loss(n):
+        return forward(val_windows[[i * 56 // n for i in range(n)]])[0].item()
+
+    moments = {p: (0, 0) for p in gpt.parameters()}
+    expected = [{'step': 0, 'test_loss': val_loss(10)}]
+    for t, lr in enumerate(rates, 1):
+        loss, reg, logits = forward(train_windows[train.batch_windows(5, t - 1, 4, 74 + 48)])
         gradients = torch.autograd.grad(loss + reg, list(moments))
         norm = sum(g.square().sum() for g in gradients).sqrt()
-        logits = h @ gpt.E.T
         mean = logits.mean(dim=1)
-        expected[t] = {
-            'loss': loss, 'reg': reg, 'lr': lr, 'grad_norm': norm, 'logit_mean': mean.mean(),
-            'logit_mean_spread': mean.std(correction=0), 'logit_max': logits.abs().max(),
-            'logit_std': logits.std(dim=1, correction=0).mean(),
-            'logit_absmax': logits.abs().amax(dim=1).mean()}
+        line = {'step': t, 'loss': loss, 'reg': reg, 'lr': lr, 'grad_norm': norm, 'logit_mean': mean.mean(),
+                'logit_mean_spread': mean.std(correction=0), 'logit_max': logits.abs().max(),
+                'logit_std': logits.std(dim=1, correction=0).mean(),
+                'logit_absmax': logits.abs().amax(dim=1).mean()}
         scale = min(1, clip / (norm + 1e-6)) if clip else 1  # the 1e-6 is PyTorch's
         with torch.no_grad():
             for p, g in zip(moments, gradients, strict=True):
@@ -118,11 +194,19 @@ def test_a_run_is_adamw_of_appendix_a_on_the_pinned_batches(method, clip, tying,
                 p -= lr * m / (1 - 0.9 ** t) / ((v / (1 - 0.95 ** t)).sqrt() + 1e-4)
             if method == 'mu_centering':
                 gpt.E.sub_(gpt.E.mean(dim=0))
-            expected[t]['mu_norm'] = gpt.E.mean(dim=0).norm()
-    weights = load(tmp_path / 'run')['model']  # in fp32
-    close(weights, dict(gpt.state_dict()), rtol=0, atol=1e-5, check_dtype=False)
-    logged = [entry for entry in log_of(tmp_path / 'run') if 'loss' in entry]
-    assert [entry['step'] for entry in logged] == [1, 3, 6, 8]
-    for entry in logged:
-        values = {name: torch.as_tensor(value).item() for name, value in expected[entry['step']].items()}
-        assert {name: entry[name] for name in values} == pytest.approx(values, rel=1e-4, abs=1e-6)
+        if t in (1, 3, 6, 8):
+            expected.append({**line, 'mu_norm': gpt.E.mean(dim=0).norm()})
+        if t == 4:
+            expected.append({'step': 4, 'test_loss': val_loss(10)})
+    expected.append({'step': 8, 'test_loss': val_loss(56)})
+
+    close(load(tmp_path / 'run')['model'], dict(gpt.state_dict()), rtol=1e-9, atol=1e-12)
+    log = log_of(tmp_path / 'run')
+    assert len(log) == len(expected)
+    for entry, right in zip(log, expected, strict=True):
+        values = {name: float(value) for name, value in right.items()}
+        assert {name: entry[name] for name in values} == pytest.approx(values, rel=1e-9, abs=1e-12)
+    n_params = sum(p.numel() for p in gpt.parameters() if p is gpt.E or p is not gpt.wte.weight)
+    result = {'n_params': n_params, 'init_loss': log[0]['test_loss'], 'test_loss': log[-1]['test_loss'],
+              'model_step': 8}
+    assert result.items() <= result_of(tmp_path / 'run').items()
