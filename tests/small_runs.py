@@ -64,11 +64,14 @@ def signal_at(which, name, number):
 
 
 def ranks(world, argv, stderr, main=train.main, prepare=()):
-    """Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>."""
+    """
+    Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>. Only rank
+    0 gets argv, which the others do not read.
+    """
     with socket.socket() as s:
         port = next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
     shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
-    return [process(main, argv, stderr=f'{stderr}{rank}', prepare=prepare,
+    return [process(main, ['--x'] if rank else argv, stderr=f'{stderr}{rank}', prepare=prepare,
                     env={**shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank in range(world)]
 
 

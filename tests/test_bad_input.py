@@ -1,15 +1,16 @@
 """What cannot work is refused with one line that names it, before anything is written."""
-import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import analyze
 import prepare_fineweb
 import train
 from conftest import folder_hash, refused
-from small_runs import SMALL
+from small_runs import SMALL, shard
 from test_prepare import parquet
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze}
@@ -18,19 +19,28 @@ PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze}
 FLAGS = {'train': '''
     --lam=1 -> --lam, --method=baseline
     --lr=nan -> --lr, above 0
-    --steps=1.5 -> --steps, int
+    --lr=0 -> --lr, above 0
+    --warmup=-1 -> --warmup, at least 0
+    --beta1=1 -> --beta1
+    --seed=5000000000 -> --seed
+    --steps=1.5 -> --steps
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
-    --micro_batch_size=3 -> --micro_batch_size, 4
+    --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
     --n_embd=30 --n_head=4 -> --n_embd, --n_head
     --mu_shift=30 --weight_tying -> --mu_shift
     --mu_shift=30 --init_from=x -> --mu_shift
-    --init_from= -> --init_from
+    --init_from= -> '' is not readable
+    --device=cuda -> --device=cuda, GPU
+    --wandb=x -> --wandb, pip install wandb
+    --out={bad}/x.txt -> x.txt
     --vocab_size=100 -> 257, --vocab_size
-    --data=/nowhere -> /nowhere, *_train_*.bin, prepare_fineweb.py
+    --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py
+    --data={bad}/no_val -> no_val, *_val_
     --data={bad}/cut -> x_train_000000.bin, cut short
     --data={bad}/magic -> magic, uint16
+    --data={bad}/llama -> llama, uint16
     --data={bad}/few -> few, --block_size=32
-    --data={bad}/meta_list -> meta.json, object
+    --data={bad}/words --vocab_size=100 -> --vocab_size=100
     ''', 'prepare': '''
     --source=local --files=x --out= -> --out
     --source=stdlib --name=x -> --name
@@ -61,8 +71,7 @@ FILES = {
     'a.doc': b'x', 'no_index': b'x', 'is_it.txt': b'x',
     'words.jsonl': b'{"words": "x"}\n', 'cut.jsonl': b'{"text": "a"}\n{"text":\n',
     'cut.parquet': b'PAR1', 'no_text.parquet': parquet(words=['x']), 'latin.txt': b'gr\xfc\xdfe',
-    'x.txt': b'x' * 100, 'meta_list/meta.json': b'[257]',
-    'meta_size/meta.json': b'{"vocab_size": 65537}', 'meta_less/meta.json': b'{}',
+    'x.txt': b'x' * 100, 'words/meta.json': b'{"vocab_size": 60}',
     'no_runs.csv': HEAD + b'\n', 'good.csv': HEAD + b'\nbaseline,16M,0,0.1,3\n',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'cells.csv': HEAD + b'\nbaseline,16M,0,0.1,3,4\n',
@@ -75,10 +84,12 @@ CASES = [(program, *line.split('->')) for program in FLAGS for line in FLAGS[pro
 def bad(corpus, tmp_path_factory):
     """A folder of files and folders of shards that cannot be read, each named for what is wrong with it."""
     root = tmp_path_factory.mktemp('bad')
-    shard = Path(corpus, 'stdlib_train_000000.bin').read_bytes()
-    few = np.array([20240520, 1, 3] + [0] * 253, '<i4').tobytes() + shard[1024:1030]
-    shards = {'cut': shard[:-2], 'magic': b'x' + shard[1:], 'few': few}
+    good = Path(corpus, 'stdlib_train_000000.bin').read_bytes()
+    llama = np.array([20240801, 7, 1] + [0] * 254, '<i4').tobytes()  # one token, which has 32 bits
+    shards = {'cut': good[:-2], 'magic': b'x' + good[1:], 'few': shard(range(3)), 'llama': llama,
+              'no_val': good, 'words': good}
     shards = {f'{name}/x_train_000000.bin': content for name, content in shards.items()}
+    shards['words/x_val_000000.bin'] = good
     for path, content in {**shards, **FILES}.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
@@ -88,11 +99,13 @@ def bad(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize('program, flags, words', CASES, ids=lambda part: part.strip()[:50])
-def test_bad_input_is_refused_with_one_line(program, flags, words, bad, corpus, tmp_path):
+def test_bad_input(program, flags, words, bad, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setitem(sys.modules, 'wandb', None)
     before = folder_hash(bad)
     out = f'--out={tmp_path}/out'
     always = {'train': ['--steps=2', *SMALL, f'--data={corpus}', out], 'prepare': ['--workers=1', out],
               'analyze': [out]}
     flags, words = (text.replace('{bad}', str(bad)) for text in (flags, words))
     refused(lambda: PROGRAMS[program].main([*always[program], *flags.split()]), *words.strip().split(', '))
-    assert os.listdir(tmp_path) == [] and folder_hash(bad) == before
+    assert folder_hash(tmp_path) == {} and folder_hash(bad) == before
