@@ -1,9 +1,7 @@
 """A run that is killed, stopped or out of disk ends as if nothing had been; files are not trusted."""
 import itertools
 import os
-import resource
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 
 import train
 from conftest import finish, folder_hash, process, refused
-from small_runs import SMALL, assert_same, load, shard, signal_at, state_of
+from small_runs import SMALL, assert_same, load, shard, state_of
 
 FLAGS = (*SMALL, '--method=coupled_adam', '--weight_tying', '--lr=3e-2', '--steps=12', '--ckpt_every=4',
          '--eval_every=3', '--keep_every=6')
@@ -70,57 +68,29 @@ def test_killed_at_any_moment(corpus, whole, tmp_path):
     assert steps == {None, 0, 4, 6, 8, 12} and len(copies) > 40
 
 
-def test_signals_and_full_disks(corpus, whole, tmp_path):
-    out = tmp_path / 'run'
-
-    def stopped(status, *prepare):
-        finish(process(train.main, flags_of(corpus, out), tmp_path / 'stderr', prepare=prepare), status)
-
-    def full_at(size):  # the largest size of a file
-        stopped(1, resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
-        assert 'Error' in (tmp_path / 'stderr').read_text()
-    full_at(100_000)  # within the first checkpoint
-    stopped(1, signal_at, signal.SIGINT, 'train_step', 2)
-    stopped(-signal.SIGKILL, signal_at, signal.SIGKILL, 'train_step', 6)
-    full_at((out / 'log.jsonl').stat().st_size + 100)  # within a line of the log
-    assert load(out, 'ckpt.pt')['step'] == 4
-    stopped(1, signal_at, signal.SIGINT, 'evaluate', 3)  # the last one
-    assert load(out, 'ckpt.pt')['step'] == 12
-    train.main(flags_of(corpus, out))
-    assert_same(state_of(out), state_of(whole[0]))
-
-
-def test_a_folder_in_use(corpus, begun):
+def test_a_folder_in_use(corpus, begun, monkeypatch):
+    """It is locked before it is read: what is saved in between would else be lost."""
     before = folder_hash(begun)
     with train.lock_folder(str(begun)):
         refused(lambda: train.main(flags_of(corpus, begun)), begun, 'another process')
     assert folder_hash(begun) == before
 
-
-def test_a_folder_is_locked_before_it_is_read(corpus, begun, monkeypatch):
-    """Else what another process saves in between would be overwritten by a run from the start."""
-    read_json = train.read_json
-
-    def other_process(path):
-        if path == f'{begun}/config.json':
-            refused(lambda: train.lock_folder(str(begun)))
-        return read_json(path)
-    monkeypatch.setattr(train, 'read_json', other_process)
+    def read_checkpoint(path, read=train.read_checkpoint):
+        refused(lambda: train.lock_folder(str(begun)), 'another process')
+        return read(path)
+    monkeypatch.setattr(train, 'read_checkpoint', read_checkpoint)
     train.main(flags_of(corpus, begun))
 
 
 def test_files_are_on_disk_before_they_replace_others(corpus, tmp_path, monkeypatch):
-    synced = {}  # path -> its size on disk
-
-    def fsync(file):
-        synced[os.readlink(f'/proc/self/fd/{file}')] = os.fstat(file).st_size
+    synced, replaced = {}, set()
 
     def replace(old, new):
         assert os.path.getsize(old) == synced.pop(old)
         os.rename(old, new)
         replaced.add(os.path.basename(new))
-    replaced = set()
-    monkeypatch.setattr(os, 'fsync', fsync)
+    monkeypatch.setattr(os, 'fsync', lambda file: synced.update(
+        {os.readlink(f'/proc/self/fd/{file}'): os.fstat(file).st_size}))
     monkeypatch.setattr(os, 'replace', replace)
     train.main(flags_of(corpus, tmp_path / 'run'))
     assert replaced >= {'config.json', 'ckpt.pt', 'model_6.pt', 'model.pt', 'result.json'}
@@ -145,14 +115,14 @@ def test_other_settings_or_data(corpus, begun, tmp_path):
     other, moved = (shutil.copytree(corpus, tmp_path / name) for name in ('other', 'moved'))
     path = other / 'stdlib_train_000001.bin'
     path.write_bytes(shard([*train.read_shard(path)[:-1], 0]))
-    for name in ('config.json', 'ckpt.pt'):  # of code that lacked a flag
-        saved = load(begun, name) if name == 'ckpt.pt' else {'config': train.read_json(begun / name)}
-        del saved['config']['rope_fraction']
-        train.save(saved if name == 'ckpt.pt' else saved['config'], str(begun / name))
+    parts = load(begun, 'ckpt.pt')
+    del parts['config']['rope_fraction']  # as of code that lacked the flag
+    train.save(parts, f'{begun}/ckpt.pt')
+    train.save(parts['config'], f'{begun}/config.json')
     before = folder_hash(tmp_path)
-    for flag in ('data_fingerprint', 'lr', 'dtype', 'rope_fraction'):
-        value = {'data_fingerprint': f'--data={other}', 'dtype': '--dtype=bfloat16'}.get(flag, f'--{flag}=1')
-        refused(lambda: train.main(flags_of(corpus, begun, value)), begun, f'{flag}=')  # noqa: B023
+    for flag in (f'data={other}', 'lr=1', 'dtype=bfloat16', 'rope_fraction=1'):
+        name = flag.split('=')[0].replace('data', 'data_fingerprint')
+        refused(lambda: train.main(flags_of(corpus, begun, f'--{flag}')), begun, f'{name}=')  # noqa: B023
         assert folder_hash(tmp_path) == before
     train.main(flags_of(moved, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert (begun / 'result.json').exists()

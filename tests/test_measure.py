@@ -1,0 +1,59 @@
+"""What analysis/measure.py says of a GPT."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from analysis import measure
+from model import summarize
+from test_facts import generator, tiny_gpt
+
+WINDOWS = torch.randint(64, (40, 17), generator=generator(0))
+
+
+def shifted_gpt(norm, **more):
+    """A tiny GPT in fp32 whose output embeddings have a mean of about this norm."""
+    gpt = tiny_gpt(dtype='float32', **more)
+    shift = torch.randn(gpt.E.size(1), generator=generator(0))
+    with torch.no_grad():
+        gpt.E.mul_(3).add_(norm * shift / shift.norm())
+    return gpt
+
+
+def test_ratios_and_shares():
+    gpt = shifted_gpt(0.7, logits_dtype='float32')
+    numbers, distributions = map(measure.of_model(gpt, WINDOWS).get, ('numbers', 'distributions'))
+    with torch.no_grad():
+        h, E = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).double(), gpt.E.double()
+    mu = E.mean(dim=0)
+    cos, cos_star = (F.cosine_similarity(h[:, None], X, dim=-1).abs().amax(dim=1) for X in (E, E - mu))
+    values = {'r_cos': cos_star / cos, 'cos_mu_h': F.cosine_similarity(h, mu[None]),
+              'r_log': (h @ (E - mu).T).abs().amax(dim=1) / (h @ E.T).abs().amax(dim=1),
+              'r_emb': (E - mu).norm(dim=1) / E.norm(dim=1)}
+    for name, x in values.items():
+        lowest, q25, median, q75, highest = x.quantile(torch.arange(5.0).to(x) / 4, interpolation='nearest')
+        expected = {'mean': x.mean(), 'min': lowest, 'q25': q25, 'median': median, 'q75': q75, 'max': highest,
+                    'below_1': (x < 1).double().mean(), 'above_0': (x > 0).double().mean()}
+        expected = {key: value.item() for key, value in expected.items()}
+        assert distributions[name] == pytest.approx(expected, abs=2e-5), name
+        assert numbers[name] == distributions[name]['mean']
+    for name in ('r_emb', 'r_cos'):
+        assert 0 < numbers[f'{name}_below_1'] == (values[name] < 1).double().mean() < 1
+    holds = values['r_log'][values['r_cos'] < 1] < 1
+    assert numbers['r_log_below_1_too'] == pytest.approx(holds.double().mean().item())
+    assert numbers['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6)
+    mean_share = 64 * mu.square().sum() / E.square().sum()
+    assert numbers['mean_share'] == pytest.approx(mean_share.item(), rel=1e-6)
+    assert all(math.isnan(value) for value in measure.summary(torch.tensor([1.0, math.nan])).values())
+
+
+@pytest.mark.parametrize('method', ['baseline', 'soft_capping'])
+def test_logits_are_rounded_and_capped(method):
+    """Logits of some hundreds are rounded to whole numbers: unrounded, each statistic is another one."""
+    gpt = shifted_gpt(300, method=method, logits_dtype='bfloat16')
+    _, stats = gpt(WINDOWS[:, :-1], WINDOWS[:, 1:])
+    del stats['reg']
+    expected = summarize(stats, gpt.E)
+    numbers = measure.of_model(gpt, WINDOWS)['numbers']
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-6)
