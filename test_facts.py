@@ -254,7 +254,7 @@ def equations(method, h, E, targets, lam, cap):
 def objective(h, E, targets, config):
     """What training minimises, a mean over positions; and the head's statistics."""
     loss, stats = head_loss(h, E, targets, config)
-    return loss / len(h) + embedding_penalty(E, config), stats
+    return loss + embedding_penalty(E, config), stats
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -325,10 +325,10 @@ def test_step_equation(method, tying):
 
 
 def of_logits(logits, targets, config):
-    """head_loss of given logits (N, V), and its gradient with respect to them."""
+    """head_loss of given logits (N, V), and the gradient of its sum with respect to them."""
     E = logits.T.clone().requires_grad_()
     loss, stats = head_loss(torch.eye(len(logits)).to(logits), E, targets, config)
-    return loss, stats, torch.autograd.grad(loss, E)[0].T
+    return loss, stats, torch.autograd.grad(loss * len(logits), E)[0].T
 
 
 def test_z_loss_is_not_symmetric():

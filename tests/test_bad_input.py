@@ -22,6 +22,8 @@ FLAGS = {'train': '''
     --lr=0 -> --lr, above 0
     --warmup=-1 -> --warmup, at least 0
     --beta1=1 -> --beta1
+    --min_lr=1 -> --min_lr=1, --lr
+    --rope_fraction=2 -> --rope_fraction
     --seed=5000000000 -> --seed
     --steps=1.5 -> --steps
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
