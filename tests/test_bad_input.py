@@ -45,16 +45,11 @@ FLAGS = {'train': '''
     --data={bad}/words --vocab_size=100 -> --vocab_size=100
     ''', 'prepare': '''
     --source=local --files=x --out= -> --out
-    --source=stdlib --name=x -> --name
-    --source=pretokenized --tokenizer=bytes -> --tokenizer
+    --files=x -> --source=local
+    --tokens=1.5 -> --tokens, whole
     --source=local --tokenizer=bytes --files={bad}/*.* -> .doc, .parquet
     --source=local --tokenizer=bytes --files={bad}/*_i* -> no_index
-    --source=local --tokenizer=bytes --files={bad}/words.jsonl -> words.jsonl, row 0, text
-    --source=local --tokenizer=bytes --files={bad}/cut.jsonl -> cut.jsonl, row 1
-    --source=local --tokenizer=bytes --files={bad}/cut.parquet -> cut.parquet
-    --source=local --tokenizer=bytes --files={bad}/no_text.parquet -> no_text.parquet, text column
-    --source=local --tokenizer=bytes --files={bad}/latin.txt -> latin.txt, utf-8
-    --source=local --tokenizer=bytes --val_tokens=102 --files={bad}/x.txt -> only 101 tokens, --val_tokens
+    --source=local --tokenizer=bytes --files=/nowhere/* -> /nowhere
     ''', 'analyze': '''
     -> --results
     /nowhere -> /nowhere
