@@ -1,57 +1,61 @@
-"""README.md: the flags of its commands, its LRS table, and the method that it adds."""
+"""README.md: its commands, its LRS tables, the method that it adds, how it loads a model."""
 import re
-import shlex
 import shutil
-from pathlib import Path
 
 import pandas as pd
+import pytest
+import torch
 
 import analyze
 import prepare_fineweb
 import train
 from conftest import README, ROOT, execute
+from small_runs import SMALL
 
-PARSERS = {'train.py': train.make_parser, 'prepare_fineweb.py': prepare_fineweb.parser,
-           'analyze.py': analyze.parser}
-
-
-def test_the_commands_have_flags_that_there_are():
-    blocks = ''.join(re.findall(r'```sh\n(.*?)```', README, re.S)).replace('\\\n', '')
-    for command in re.split(r'\n|&&', blocks):
-        words = shlex.split(command, comments=True)
-        for program in PARSERS.keys() & {*words}:
-            PARSERS[program]().parse_args(words[words.index(program) + 1:])
+PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser(), 'analyze': analyze.parser()}
+ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 
 
-def test_the_lrs_table_is_that_of_the_csv_files():
-    """Of the paper, underlined where all runs converged; ours from the authors' runs are the same."""
-    paper = pd.read_csv(Path(ROOT, 'analysis/paper_lrs.csv')).query('tying == "untied"').groupby('variant')
-    ours = dict([*pd.read_csv(Path(ROOT, 'results/authors/lrs.csv')).groupby('variant').lrs_n1])
-    rows = re.findall(r'^\| ([\w -]+) \| ((?:<u>)?0\.\d{3}.*) \|$', README, re.M)
-    assert len(rows) == 6
-    for name, cells in rows:
-        group = paper.get_group(name)
-        assert re.findall(r'0\.\d{3}', cells) == [f'{value:.3f}' for value in ours.get(name, group.lrs)]
-        assert ['<u>' in cell for cell in cells.split('|')] == [*group.converged]
+def test_flags_of_commands():
+    commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', README)
+    assert {name for name, _ in commands} == PARSERS.keys()
+    for name, flags in commands:
+        PARSERS[name].parse_args(flags.split())
 
 
-PLACES = {  # where README's diffs say that lines go: above these words
-    'METHODS': "    'baseline'", 'head_loss': "    stats = {'loss'", 'equations': '    return loss, torch.'}
+@pytest.mark.parametrize('tying', ['untied', 'tied'])
+def test_lrs_table(tying):
+    """The paper's numbers, underlined where all runs converged; those of the authors' runs are the same."""
+    table = re.search(rf'^{tying} \| 16M .*\n-.*\n((?:.+ \| .+\n)+)', README, re.M)[1]
+    paper = pd.read_csv(f'{ROOT}/analysis/paper_lrs.csv').query('tying == @tying').dropna()
+    cells = paper.lrs.map('{:.3f}'.format)
+    cells = cells.where(paper.converged == 0, '<u>' + cells + '</u>').groupby(paper.variant, sort=False)
+    assert table.splitlines() == [' | '.join([name, *row]) for name, row in cells]
+    if tying == 'untied':
+        both = paper.merge(pd.read_csv(f'{ROOT}/results/authors/lrs.csv'), on=['size', 'variant'])
+        assert len(both) == 20  # of four methods
+        assert [*both.lrs_n1.map('{:.3f}'.format)] == [*both.lrs_x.map('{:.3f}'.format)]
 
 
-def test_methods_can_be_added_as_the_readme_says(tmp_path):
-    """Its diffs are applied to a copy of the project, in which the tests of the new methods then pass."""
+def test_adding_a_method(tmp_path):
+    """In a copy of the project with README's diff the tests of the new method pass."""
     copy = tmp_path / 'copy'
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.*', '__pycache__', 'out', 'data', 'results'))
-    diffs = ''.join(re.findall(r'```diff\n(.*?)```', README, re.S))
-    pieces = re.split(r'^--- (\S+\.py), in (\w+).*\n', diffs, flags=re.M)[1:]
-    for file, place, added in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
-        text = (copy / file).read_text()
-        lines = ''.join(line[1:] + '\n' for line in added.splitlines())
-        assert text.count(PLACES[place]) == 1
-        (copy / file).write_text(text.replace(PLACES[place], lines + PLACES[place]))
-    methods = re.findall(r"^\+    '(\w+)': (?:None|\d)", diffs, re.M)
-    fast = ['test_facts.py', 'tests/test_head.py', 'tests/test_step.py', '-k', ' or '.join(methods)]
-    done = execute('python', '-m', 'pytest', '-vv', '-p', 'no:cacheprovider', *fast, cwd=copy)
-    for method in methods:
-        assert len(re.findall(rf'\[.*{method}.*\] PASSED', done)) >= 2, method
+    for file, place, lines in re.findall(r'^--- (\S+\.py), in (\w+).*\n((?:\+.*\n)+)', README, re.M):
+        before, after = (copy / file).read_text().split(ABOVE[place])
+        (copy / file).write_text(before + lines.replace('\n+', '\n')[1:] + ABOVE[place] + after)
+    done = execute('python', '-m', 'pytest', '-vv', 'test_facts.py', 'tests/test_head.py', '-k', 'l2_logits',
+                   cwd=copy)
+    assert len(re.findall(r'\[l2_logits.*\] PASSED', done)) >= 4
+
+
+def test_loading_a_model(corpus, tmp_path, monkeypatch):
+    code = re.search(r'```python\n(from model import .*?)```', README, re.S)[1]
+    out = re.search(r"'(.*)/model\.pt'", code)[1]
+    assert f'--out={out}\n' in execute('bash', 'sweep.sh', 'demo', DRY_RUN='1')
+    monkeypatch.chdir(tmp_path)
+    train.main([*SMALL, f'--data={corpus}', f'--out={out}', '--steps=1'])
+    names = {'tokens': torch.arange(24).view(2, 12)}
+    exec(code, names)
+    assert torch.equal(names['gpt'].E, names['saved']['model']['lm_head.weight'])
+    assert names['logits'].shape == (2, 12, 320)
