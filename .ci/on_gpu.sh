@@ -1,42 +1,53 @@
 #!/usr/bin/env bash
-# What only a GPU can tell and results/gpu does not, most important first: the tests that depend on the
-# device, time and memory of each size's step, controls of the shift. Each prints into RESULTS/<part>.txt.
+# bash .ci/on_gpu.sh [tests] [speed] [drift]
 #
-#   bash .ci/on_gpu.sh                for LIMIT seconds (570): what does not end by then is cut off
-#   DEVICE=cpu bash .ci/on_gpu.sh     tries this script with everything small
+# What only a GPU can tell, all three parts or those named, most important first:
+#   tests   the numbers on the device: gradients against float64, the head's roundings, the compiled model
+#   speed   time and memory of the step of 16M and 221M, beside those of 13fd022, the last commit with oec/
+#   drift   bash sweep.sh drift of seed 3 (SEEDS), on the shards in DATA
+#
+# Each command's output goes to a file in OUT (out/gpu_logs). What has not ended LIMIT seconds (570) after the
+# start is cut off; drift alone needs most of that. The code of 13fd022 is taken from git unless it lies in
+# BEFORE (out/13fd022). DEVICE=cpu bash .ci/on_gpu.sh is a trial with everything tiny.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-export PYTHONUNBUFFERED=1
-if [ "${DEVICE:=cuda}" = cpu ]; then
-  export CUDA_VISIBLE_DEVICES=''
-  small=tiny sizes=tiny folder=gpu_cpu
-  bench='--threads=1 --seconds=1 --vocab_size=512 --batch_size=8 --block_size=128'
-  train='--threads=1 --dtype=float32 --steps=20 --block_size=128 --batch_size=8'
-else
-  small=16M sizes='221M 109M 57M 29M 16M' folder=gpu bench='--seconds=5' train='--steps=200'
+: "${DEVICE:=cuda}" "${LIMIT:=570}" "${BEFORE:=out/13fd022}" "${DATA:=data/fineweb_small}" "${SEEDS:=3}"
+logs=${OUT:-out/gpu_logs} sizes='16M 221M' bench='--seconds=8' failed=''
+mkdir -p "$logs" && logs=$(realpath "$logs") || exit 1
+export PYTHONUNBUFFERED=1 DATA SEEDS OUT=out/gpu_drift
+if [ "$DEVICE" = cpu ]; then
+  sizes=tiny bench='--seconds=1 --batch_size=2 --block_size=128 --threads=1'
+  export CUDA_VISIBLE_DEVICES='' DATA=data/stdlib SIZES=tiny STEPS=20 JOBS=1 METHODS=baseline
+  export FLAGS='--device=cpu --threads=1 --dtype=float32 --block_size=128 --eval_tokens=4096 --test_tokens=4096'
 fi
-: "${RESULTS:=results/$folder}" "${LIMIT:=570}"
-runs=out/$folder failed=''
-mkdir -p "$RESULTS" || exit 1
 
 part() {  # NAME SECONDS COMMAND...
   local seconds=$((LIMIT - SECONDS)) status
   ((seconds < $2)) || seconds=$2
-  timeout --kill-after=10 $((seconds > 0 ? seconds : 1)) "${@:3}" >"$RESULTS/$1.txt" 2>&1; status=$?
-  echo "$SECONDS s: $1, status $status (124: out of time), see $RESULTS/$1.txt"
+  timeout --kill-after=10 $((seconds > 0 ? seconds : 1)) "${@:3}" >"$logs/$1.txt" 2>&1
+  status=$?
+  echo "$SECONDS s: $1, status $status (124: out of time), see $logs/$1.txt"
   ((status == 0)) || failed+=" $1"
 }
 
-part tests 150 python -m pytest -v tests/test_model.py tests/test_head.py -k 'float64 or cuda'
-for size in $sizes; do
-  part steps-$size 120 python -m analysis.bench --device=$DEVICE --size=$size $bench \
-    --methods=baseline,mu_loss,mu_centering
-done
-part data 60 python prepare_fineweb.py --source=stdlib --tokenizer=bytes --val_tokens=1e6 --out=$runs/text
-for run in baseline-1000-float32 mu_centering-0-bfloat16 baseline-1000-bfloat16 baseline-0-bfloat16; do
-  IFS=- read -r method shift dtype <<<"$run"
-  part shift-$run 120 python train.py --device=$DEVICE --size=$small --data=$runs/text --lr=1e-2 $train \
-    --eval_tokens=131072 --test_tokens=131072 --method=$method --mu_shift=$shift --logits_dtype=$dtype \
-    --out=$runs/shift-$run
+for what in ${*:-tests speed drift}; do
+  case $what in
+    tests)
+      part tests 150 python -m pytest -v tests/test_head.py tests/test_model.py ;;
+    speed)
+      [ -d "$BEFORE" ] || { mkdir -p "$BEFORE" && git archive 13fd022 | tar -x -C "$BEFORE"; }
+      for size in $sizes; do
+        for code in "$BEFORE" .; do
+          name=speed-$size$([ "$code" = . ] || echo -before)
+          part $name 120 env -C "$code" python -m analysis.bench --device=$DEVICE --size=$size $bench \
+            --methods=baseline,mu_loss,mu_centering
+        done
+      done ;;
+    drift)
+      part drift 560 bash sweep.sh drift
+      tail -n 2 "$OUT"/logs/*.log >"$logs/drift-runs.txt"  # how far each one came
+      cp results/gpu_drift/{results,curves}.csv "$logs" || failed+=' csv' ;;
+    *) echo "no part $what" >&2; exit 2 ;;
+  esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

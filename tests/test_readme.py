@@ -12,7 +12,7 @@ import train
 from conftest import README, ROOT, execute
 from small_runs import SMALL
 
-PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser(), 'analyze': analyze.parser()}
+PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser, 'analyze': analyze.parser()}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 
 
@@ -44,8 +44,7 @@ def test_adding_a_method(tmp_path):
     for file, place, lines in re.findall(r'^--- (\S+\.py), in (\w+).*\n((?:\+.*\n)+)', README, re.M):
         before, after = (copy / file).read_text().split(ABOVE[place])
         (copy / file).write_text(before + lines.replace('\n+', '\n')[1:] + ABOVE[place] + after)
-    done = execute('python', '-m', 'pytest', '-vv', 'test_facts.py', 'tests/test_head.py', '-k', 'l2_logits',
-                   cwd=copy)
+    done = execute('pytest', '-vv', 'test_facts.py', 'tests/test_head.py', '-k', 'l2_logits', cwd=copy)
     assert len(re.findall(r'\[l2_logits.*\] PASSED', done)) >= 4
 
 
