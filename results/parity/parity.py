@@ -16,7 +16,6 @@ import sys
 import textwrap
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import torch
@@ -25,8 +24,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import train  # noqa: E402
-from model import GPT, METHODS, SIZES, gpt_config  # noqa: E402
-from oec import data  # noqa: E402
+from model import METHODS, SIZES, make_model  # noqa: E402
 
 METHODS_OF_BOTH = ['baseline', 'z_loss', 'mu_loss', 'mu_centering']
 BATCH, T, V = 4, 64, 320
@@ -34,19 +32,17 @@ STEPS = 200
 EXACT_STEPS = 5
 
 
-def our_model(settings, dtype, seed=1):
-    """A tiny GPT; in float64 with a mean output embedding far from 0, so that it matters."""
-    torch.manual_seed(seed)
-    gpt = GPT(gpt_config({**SIZES['tiny'], **vars(settings), 'vocab_size': V, 'block_size': T,
-                          'dtype': dtype, 'logits_dtype': dtype}))
-    if dtype == 'float64':
-        train.shift_mean(gpt.E, 1.0, seed)
-        gpt.double()
-    return gpt
+def our_settings(method, tying, dtype, **more):
+    """Of a tiny model, as train.py has them; in float64 the mean of E is far from 0, so that it matters."""
+    args = train.parser.parse_args([f'--method={method}', '--device=cpu'])
+    vars(args).update(SIZES['tiny'], vocab_size=V, block_size=T, weight_tying=tying, dtype=dtype,
+                      logits_dtype=dtype, mu_shift=float(dtype == 'float64'), **more)
+    return args
 
 
-def our_optimizer(gpt):
-    return torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+def our_model(args):
+    model, optimizer = make_model(args)
+    return model.to(torch.float64 if args.dtype == 'float64' else torch.float32), optimizer
 
 
 class Published:
@@ -97,7 +93,7 @@ def cut(text, start, end):
 
 
 def our_step(gpt, optimizer, number, batch, settings):
-    stats, _ = train.train_step(gpt, [optimizer], [batch], number, settings)
+    stats, _ = train.train_step(gpt, optimizer, [batch], number, settings)
     return stats['loss'].mean().item()
 
 
@@ -108,9 +104,8 @@ def largest_difference(ours, theirs):
 
 def compare_exactly(clone, batches, method, tying):
     """In float64, with a λ of 1: the loss, all gradients, and all weights after a few steps."""
-    settings = SimpleNamespace(method=method, weight_tying=tying, lam=1.0, lr=3e-3, min_lr=1e-5, warmup=2,
-                               steps=100, grad_clip=1.0)
-    gpt = our_model(settings, 'float64')
+    settings = our_settings(method, tying, 'float64', lam=1.0, lr=3e-3, warmup=2, steps=100)
+    gpt, optimizer = our_model(settings)
     published = Published(clone, gpt, settings)
     tokens, targets = batches[0]
     objective, stats = gpt(tokens, targets)
@@ -121,7 +116,6 @@ def compare_exactly(clone, batches, method, tying):
            'loss': abs(stats['loss'].mean() - loss).item(),
            'objective': abs(objective - published_objective).item(),
            'gradients': largest_difference(gradients, published_gradients)}
-    optimizer = our_optimizer(gpt)
     for number, batch in enumerate(batches[:EXACT_STEPS], 1):
         our_step(gpt, optimizer, number, batch, settings)
         published.step(number, batch)
@@ -135,18 +129,17 @@ def compare_training(clone, batches, method, tying, lr):
     In bf16: the losses of both codes, and of ours from output embeddings that differ in their last bit, which
     says how far two runs of one code come apart.
     """
-    settings = SimpleNamespace(method=method, weight_tying=tying, lam=METHODS[method] or 1.0, lr=lr,
-                               min_lr=1e-5, warmup=STEPS // 20, steps=STEPS, grad_clip=1.0)
-    gpt = our_model(settings, 'bfloat16')
+    settings = our_settings(method, tying, 'bfloat16', lam=METHODS[method] or 1.0, lr=lr,
+                            warmup=STEPS // 20, steps=STEPS)
+    gpt, optimizer = our_model(settings)
     published = Published(clone, gpt, settings)
-    nudged = our_model(settings, 'bfloat16')
+    nudged, nudged_optimizer = our_model(settings)
     with torch.no_grad():
         nudged.E.mul_(1 + torch.finfo(torch.float32).eps)
-    optimizers = our_optimizer(gpt), our_optimizer(nudged)
     losses = pd.DataFrame(
         [{'published': published.step(number, batch),
-          'ours': our_step(gpt, optimizers[0], number, batch, settings),
-          'ours_nudged': our_step(nudged, optimizers[1], number, batch, settings)}
+          'ours': our_step(gpt, optimizer, number, batch, settings),
+          'ours_nudged': our_step(nudged, nudged_optimizer, number, batch, settings)}
          for number, batch in enumerate(batches, 1)])
     difference = (losses.ours - losses.published).abs()
     by_nudge = (losses.ours - losses.ours_nudged).abs()
@@ -161,10 +154,10 @@ def main():
     p.add_argument('authors', type=Path, help='a clone of the published code')
     p.add_argument('--data', default='data/stdlib', help='shards of bytes')
     args = p.parse_args()
-    windows = data.Windows(args.data, 'train', T, V)
+    windows = train.Windows(args.data, 'train', T, V)
     batches = []
-    for step in range(STEPS):
-        batch = torch.from_numpy(windows[data.batch_windows(1, step, BATCH, len(windows))])
+    for step in range(1, STEPS + 1):
+        batch = torch.from_numpy(windows[train.batch_windows(1, step, BATCH, len(windows))])
         batches.append((batch[:, :-1].contiguous(), batch[:, 1:].contiguous()))
 
     cases = list(itertools.product(METHODS_OF_BOTH, [False, True]))
