@@ -113,6 +113,8 @@ def two_ranks(argv):
     model = FullyShardedDataParallel(gpt, use_orig_params=True, device_id=torch.device('cpu'))
     optimizer = optimizer_of(gpt, 'mu_centering')
     loss_of(gpt, 'mu_centering', token_batch(1), model).backward()
+    with pytest.raises(RuntimeError):
+        mu_loss(gpt.E)
     with pytest.raises(AssertionError, match='FSDP1'):
         optimizer.step()
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
 """
-The training text of these runs: x/, with the unpacked Debian packages of README.md -> docs.jsonl, one document
+The training text of these runs: x/, the unpacked Debian packages of README.md -> docs.jsonl, one document
 a line, shuffled.
 """
 import gzip
