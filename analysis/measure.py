@@ -6,17 +6,14 @@ import functools
 import hashlib
 import math
 import os
-from pathlib import Path
 
 import torch
 
-from model import GPT, chunked_head_loss, gpt_config, head_loss, join_stats, summarize
-from oec import data
-from oec.common import UserError, read_json, write_json
-from oec.run_folder import load_checkpoint
+from model import GPT, gpt_config, head_loss, summarize
+from train import MAY_CHANGE, Windows, fingerprint, read_json, save
 
-POSITIONS = 131_072               # how many test positions of a run are measured, or all if it has fewer
-CACHE_FILE = 'statistics_v3.json'  # kept in a run's folder; a new name if what is measured changes
+POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
+KEPT = 'statistics_v4.json'  # in a run's folder; a new name if what is measured changes
 SUMMARY = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
 NOTHING = {'numbers': {}, 'distributions': {}}
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
@@ -30,9 +27,9 @@ def norm_ratios(E):
 def of_embeddings(E):
     """What E (V, H) says without a text: |mu|, the mean's share V |mu|^2 / |E|_F^2 from 0 to 1, r_emb."""
     mu = E.mean(dim=0)
-    numbers = {'mu_norm': mu.norm(), 'mean_share': len(E) * mu.square().sum() / E.square().sum(),
-               'r_emb': norm_ratios(E).double().mean()}
-    return {name: value.item() for name, value in numbers.items()}
+    share = len(E) * mu.square().sum() / E.square().sum()
+    return {'mu_norm': mu.norm().item(), 'mean_share': share.item(),
+            'r_emb': norm_ratios(E).double().mean().item()}
 
 
 def centering_ratios(h, E):
@@ -48,99 +45,89 @@ def centering_ratios(h, E):
             'cos_mu_h': mu_h / (h.norm(dim=1) * mu.norm()).clamp_min(TINY)}
 
 
-@torch.no_grad()
-def statistics(h, E, targets, config):
-    """Name -> (N,), on the CPU: the statistics of head_loss, plus centering_ratios."""
-    def head(h, E_rounded, targets, config, with_stats):
-        total, stats = head_loss(h, E_rounded, targets, config, with_stats)
-        return total, {**stats, **centering_ratios(h.float(), E.float())}
+def join(parts):
+    """Concatenates the statistics (N,) of several pieces or windows, dicts, in float64 and on the CPU."""
+    return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}
 
-    _, stats = chunked_head_loss(h, E, targets, config, functions=(head, None))
+
+@torch.no_grad()
+def statistics(h, E, targets, config, loss_alone=False):
+    """Name -> (N,): the statistics of head_loss and the centering_ratios, or the loss alone."""
+    n = max(1, 2**25 // len(E))  # positions at a time: no N x V tensor is over 128 MB
+    parts = []
+    for h_n, targets_n in zip(h.split(n), targets.split(n), strict=True):
+        _, stats = head_loss(h_n, E, targets_n, config, with_stats=not loss_alone)
+        parts.append(stats if loss_alone else {**stats, **centering_ratios(h_n.float(), E.float())})
+    stats = join(parts)
     del stats['reg']
-    return {name: values.cpu() for name, values in stats.items()}
+    return stats
 
 
 def summary(values):
-    """Values (n,) -> a dict of SUMMARY, all of it NaN if a value is not finite."""
+    """Values (n,) -> a dict of SUMMARY."""
     x = values.double()
-    if not x.isfinite().all():
-        return dict.fromkeys(SUMMARY, math.nan)
     quartiles = x.quantile(x.new_tensor([0, 0.25, 0.5, 0.75, 1]), interpolation='nearest')
     numbers = [x.mean(), *quartiles, (x < 1).double().mean(), (x > 0).double().mean()]
     return {name: number.item() for name, number in zip(SUMMARY, numbers, strict=True)}
 
 
 @torch.no_grad()
-def of_model(gpt, windows=None):
-    """
-    A GPT and test windows (n, T + 1) int64 -> {'numbers': a dict of what results.csv keeps, 'distributions':
-    a dict quantity -> summary of what distributions.csv keeps}. Without windows, what E alone says.
-    """
+def of_model(gpt, windows):
+    """A GPT and test windows (n, T + 1) int64 -> numbers for results.csv, and for distributions.csv."""
     E, config = gpt.E, gpt.config
-    distributions = {'r_emb': summary(norm_ratios(E).cpu())}
-    numbers = {**of_embeddings(E), 'r_emb_below_1': distributions['r_emb']['below_1']}
-    measured = {'numbers': numbers, 'distributions': distributions}
-    if windows is None:
-        return measured
-
     parts = []
     for batch in windows.to(E.device).split(max(1, 16384 // config.block_size)):
         h = gpt.hidden(batch[:, :-1]).flatten(0, 1)
         parts.append(statistics(h, E, batch[:, 1:].flatten(), config))
-    stats = {name: x.double() for name, x in join_stats(parts).items()}
-    distributions |= {name: summary(x) for name, x in stats.items()}
+    stats = join(parts)
+    distributions = {name: summary(x) for name, x in stats.items()} | {'r_emb': summary(norm_ratios(E).cpu())}
     # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token
     r_log = stats['r_log'][stats['r_cos'] < 1]
-    numbers |= {**summarize(stats, E), 'r_cos_below_1': distributions['r_cos']['below_1'],
-                'r_log_below_1_too': (r_log < 1).double().mean().item()}  # NaN if no r_cos is below 1
-    return measured
+    numbers = {**of_embeddings(E), **summarize(stats, E),
+               'r_emb_below_1': distributions['r_emb']['below_1'],
+               'r_cos_below_1': distributions['r_cos']['below_1'],
+               'r_log_below_1_too': (r_log < 1).double().mean().item()}  # NaN if no r_cos is below 1
+    return {'numbers': numbers, 'distributions': distributions}
 
 
 @functools.cache  # the runs of a sweep have the same data
-def val_windows(folder, block_size, vocab_size, fingerprint):
+def val_windows(folder, block_size, vocab_size, data_fingerprint):
     """The val windows of the data with this fingerprint, None if the folder does not hold them."""
     try:
-        train, val = (data.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-    except UserError:
+        train, val = (Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
+    except SystemExit:  # it has printed why
         return None
-    return val if data.fingerprint(train.shards + val.shards) == fingerprint else None
+    return val if fingerprint(train.shards + val.shards) == data_fingerprint else None
 
 
 def of_run(folder):
-    """
-    `of_model` of a finished run over some of its test windows -> that, and a line that says what of it is
-    missing and why, or ''. Cached in the run's folder with the hash of model.pt.
-    """
-    cache, path = Path(folder, CACHE_FILE), Path(folder, 'model.pt')
-    kept = read_json(cache, NOTHING)
-    if kept['numbers'] and not path.exists():  # too large to be kept, perhaps
+    """of_model of a finished run, kept in its folder for its model.pt -> that, and why there is none."""
+    path = folder / 'model.pt'
+    kept = read_json(folder / KEPT)
+    if kept and not path.exists():  # too large to be kept, perhaps
         return kept, ''
     try:
         model_hash = hashlib.sha256(path.read_bytes()).hexdigest()
         if kept.get('model') == model_hash:
             return kept, ''
-        checkpoint = load_checkpoint(path)
-    except (OSError, UserError):
-        return NOTHING, 'no statistics: no model.pt that can be read'
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        config = checkpoint['config']
+        gpt = GPT(gpt_config(config))
+        gpt.load_state_dict(checkpoint['model'])
+    except Exception as error:  # of many kinds, for a file that is damaged
+        return NOTHING, f'model.pt cannot be read ({type(error).__name__})'
 
-    settings = read_json(Path(folder, 'config.json'))
-    of_model_pt = {**checkpoint['config'], 'data': settings['data'], 'out': settings['out']}  # may be moved
-    if {**settings, **of_model_pt} != settings:
-        return NOTHING, 'no statistics: model.pt has other settings than config.json'
-    gpt = GPT(gpt_config(settings))
-    gpt.load_state_dict(checkpoint['model'])
-    folder_of_data = os.path.abspath(settings['data'])
-    windows = val_windows(folder_of_data, gpt.config.block_size, gpt.config.vocab_size,
-                          settings.get('data_fingerprint'))
+    settings = read_json(folder / 'config.json')
+    differ = [name for name in config.keys() - MAY_CHANGE if config[name] != settings.get(name)]
+    if differ:
+        return NOTHING, f'model.pt and config.json differ in {", ".join(sorted(differ))}'
+    windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
+                          config['data_fingerprint'])
     if windows is None:
-        return of_model(gpt), ('no statistics of hidden states and logits: '
-                               f'{folder_of_data} does not hold the shards of the training')
+        return NOTHING, f'{settings["data"]} does not hold the shards of the training'
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
-    n = min(min(POSITIONS, settings['test_tokens']) // settings['block_size'], len(windows))
-    tokens = torch.from_numpy(windows[data.evenly_spaced(n, len(windows))])
+    tokens = torch.from_numpy(windows[windows.spread(min(POSITIONS, config['test_tokens']))])
     measured = {'model': model_hash, **of_model(gpt, tokens)}
-    try:
-        write_json(cache, measured)
-    except UserError:
-        return measured, 'statistics are not kept: the folder of the run cannot be written'
+    if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
+        save(measured, f'{folder}/{KEPT}')
     return measured, ''

@@ -3,12 +3,11 @@ Run folders and csv files. All tables and figures are made from three csv files,
 `read` reads; a results.csv made elsewhere will do as well:
 
     results.csv        a row for each run: its settings, its test loss and the statistics of its model
-    curves.csv         a row for each of at most 1,000 lines of a run's log: run, step, loss, ...
+    curves.csv         a row for each evaluation of a run and of at most 1,000 lines of its log
     distributions.csv  a row for each run and quantity: mean, quartiles, extrema and shares
 """
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,63 +15,46 @@ import pandas as pd
 
 from analysis import measure
 from model import METHODS, SIZES
-from oec.common import UserError, check, read_json, write_atomic
+from train import check, read_json, save
 
 RESULTS = [
     'run', 'method', 'size', 'n_params', 'weight_tying', 'lam', 'cap', 'lr', 'seed', 'steps', 'dtype',
-    'logits_dtype', 'mu_shift', 'init_from', 'init_loss', 'test_loss', 'diverged', 'diverged_step', 'mu_norm',
-    'mean_share', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max', 'cos_mu_h',
-    'r_emb', 'r_cos', 'r_log', 'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds',
-    'tokens_per_second', 'device']
+    'logits_dtype', 'mu_shift', 'init_from', 'init_loss', 'test_loss', 'diverged', 'diverged_step',
+    'model_step', 'mu_norm', 'mean_share', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax',
+    'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log', 'r_emb_below_1', 'r_cos_below_1',
+    'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device']
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
-CURVES = ['run', 'step', 'loss', 'lr', 'mu_norm', 'logit_mean', 'logit_absmax']
+CURVES = ['run', 'step', 'loss', 'test_loss', 'lr', 'mu_norm', 'logit_mean', 'logit_mean_spread',
+          'logit_absmax']
 DISTRIBUTIONS = ['run', 'quantity', *measure.SUMMARY]
-WORDS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device', 'quantity'}  # else numbers
-# What the rows of curves.csv and distributions.csv get from results.csv when they are read.
-RUN_COLUMNS = ['run', 'variant', 'in_paper_setting', 'size', 'weight_tying', 'method', 'lam', 'lr', 'seed',
-               'diverged']
+WORDS = ['run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device', 'quantity']  # else numbers
 # Runs of one size that differ in these should be analysed apart: their losses are not to be compared.
 ALIKE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint']
 TYING = {0: 'untied', 1: 'tied'}
 
 
-def check_cells(ok, column, wanted):
-    """UserError that names the first cell of a column (n,) where `ok` (n,) is false, by its row's index."""
-    if not ok.all():
-        raise UserError(f'{ok.idxmin()}: {column.name} should be {wanted}, is {column[ok.idxmin()]!r}')
-
-
 def read_csv(path, columns, required):
-    """These columns of a csv file, NaN for a number that is not known or finite; the index says the line."""
-    try:
-        cells = pd.read_csv(path, dtype=str, keep_default_na=False, encoding='utf-8-sig',
-                            skip_blank_lines=False).fillna('').rename(columns=str.strip)
-    except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
-        raise UserError(f'{path}: not readable as csv ({error})') from error
-    missing = [name for name in required if name not in cells]
+    """These columns of a csv file, NaN for a number that is not known or finite."""
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False).fillna('')
+    missing = [name for name in required if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(required)}')
-    check(isinstance(cells.index, pd.RangeIndex), f'{path}: a row has more cells than the first row')
-    cells.index = [f'{path} line {i}' for i in range(2, len(cells) + 2)]
-    unread = [name for name in cells if name not in columns]
+    check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows have more cells than its first line')
+    unread = [name for name in rows if name not in columns]
     if unread:
         print(f'{path}: columns that are not read: {", ".join(unread)}')
-    cells = cells[(cells != '').any(axis=1)].reindex(columns=columns, fill_value='')
-    cells = cells.apply(lambda column: column.str.strip())
-    for name in columns:
-        column = cells[name]
-        if name not in WORDS:
-            unknown = column.str.lower().isin(['', 'nan', 'inf', '-inf'])
-            values = pd.to_numeric(column.str.lower().replace({'true': '1', 'false': '0'}), errors='coerce')
-            check_cells(values.notna() | unknown, column, 'a number')
-            cells[name] = values.replace([math.inf, -math.inf], math.nan)
-        if name in required:  # test_loss, which is nan if the run diverged, must not be empty either
-            check_cells(column != '', column, 'given')
-    return cells
+    rows = rows.reindex(columns=columns, fill_value='')
+    numbers = [name for name in columns if name not in WORDS]
+    for name in numbers:
+        # a required cell must not be empty: a run that diverged has nan as its test_loss
+        unknown = {} if name in required else {'': 'nan'}
+        rows[name] = rows[name].replace({'True': '1', 'False': '0', **unknown})
+    return rows.astype(dict.fromkeys(numbers, float)).replace([math.inf, -math.inf], math.nan)
 
 
 def write_csv(path, rows, float_format=None):
-    rows = rows.convert_dtypes()  # whole numbers without a point
-    write_atomic(path, lambda file: rows.to_csv(file, index=False, float_format=float_format))
+    """Whole or not at all, and whole numbers without a point."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
 
 
 NO_CURVE = pd.DataFrame(columns=CURVES, dtype=float)
@@ -83,12 +65,10 @@ RISEN = 0.5    # nats
 def diverged(test_loss, init_loss, curve=NO_CURVE, lines=20, windows=20):
     """
     Whether a run diverged -> (1, 0, or NaN for unknown; the step where it shows, or NaN), by our rule, as the
-    paper gives none. `curve` is the training log with step, loss and lr.
-
-    A run diverged if a loss or weight was not finite, so that it has no test loss; if it ends less than
-    LEARNED below its loss at initialisation; or if the median training loss of a window after warm-up is more
-    than RISEN above that of an earlier window or above the loss at initialisation. A window, 1 / `windows` of
-    the log, has at least `lines` lines, against noise. Less than three cannot show that none diverged.
+    paper gives none: a loss or weight was not finite, so that it has no test loss; or it ends less than
+    LEARNED below its loss at initialisation; or the median training loss of a window of its `curve` after
+    warm-up is more than RISEN above that of an earlier window or above the loss at initialisation. A window,
+    1 / `windows` of the log, has at least `lines` lines, against noise; less than three cannot say no.
     """
     if not math.isfinite(test_loss):
         return 1, curve.step.max()
@@ -129,14 +109,9 @@ def variant(run):
     return name + f', from {run.init_from}' if run.init_from else name
 
 
-def plain_name(rows):
-    """The variants of the rows without their λ."""
-    return rows.variant.str.replace(r' λ=\S+', '', regex=True)
-
-
 def at_default_lam(rows):
     """Where a method has its default λ, without its rows of other λ: Table 4 and Figure 8 are for these."""
-    is_default = ~rows.variant.str.contains('λ=')
+    is_default = rows.variant == rows.plain_name
     has_default = is_default.groupby([rows.method, rows['size']]).transform('any')
     return rows[is_default | ~has_default]
 
@@ -146,41 +121,41 @@ def worst(diverged):
     return 1 if (diverged == 1).any() else diverged.max(skipna=False)
 
 
+def check_each(ok, runs, words):
+    """Unless `ok` (n,) of all n runs, ends the program with the name of the first that is not, and why."""
+    check(ok.all(), f'{runs.run[ok.idxmin()]}: {words}')
+
+
 def complete(runs):
-    """Fills in what empty cells mean, adds what RUN_COLUMNS and LRS need, and sorts as the paper does."""
-    check_cells((runs.run == '') | ~runs.run.duplicated(), runs.run, 'of one run')
-    check_cells(runs.lr > 0, runs.lr, 'above 0')
-    check_cells(runs.weight_tying.isin([0, 1]), runs.weight_tying, '0 or 1')
-    check_cells(runs.diverged.isin([0, 1]) | runs.diverged.isna(), runs.diverged, '0 or 1')
-    check_cells(~(runs.lam < 0), runs.lam, 'at least 0')
-    check_cells(runs.logits_dtype.isin(['', 'bfloat16', 'float32']), runs.logits_dtype, 'bfloat16 or float32')
+    """Fills in what empty cells mean, adds what tables and figures need, and sorts as the paper does."""
+    check_each(~runs.run.duplicated(), runs, 'a second row of this run')
     for name in runs.columns.intersection(ALIKE):
         of_size = runs.groupby(['size', 'weight_tying'])[name].transform('first')
-        check_cells(runs[name].isna() | (runs[name] == of_size), runs[name], 'that of the runs of its size')
+        check_each(runs[name].isna() | (runs[name] == of_size), runs,
+                   f'another {name} than other runs of its size; they should be analysed apart')
     runs['method'] = runs.method.replace({name: method for method, name in NAMES.items()})
     for name in ('lr', 'lam'):  # they are one if they are written alike: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
-    default_lam = runs.method.map(METHODS).astype(float)
-    # a method without λ has none, whatever the csv says
-    runs['lam'] = runs.lam.fillna(default_lam).mask(runs.method.isin(METHODS) & default_lam.isna())
+    runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
 
     runs['own_cap'] = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
     beside_bf16 = (runs.logits_dtype == 'bfloat16').any()  # else fp32 is nothing unusual
     runs['fp32_head'] = beside_bf16 & (runs.logits_dtype == 'float32')
     runs['variant'] = [variant(run) for run in runs.itertuples()]
+    runs['plain_name'] = runs.variant.str.replace(r' λ=\S+', '', regex=True)
     runs['in_paper_setting'] = (
         (runs.mu_shift == 0) & (runs.init_from == '') & ~runs.own_cap & ~runs.fp32_head)
 
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
-    lost = runs.capped_loss.isna() & (runs.init_from == '')
-    check(not lost.any(), f'{lost.idxmax()}: a test_loss of nan needs an init_loss, which LRS counts for it')
+    check_each(runs.capped_loss.notna() | (runs.init_from != ''), runs,
+               'a test_loss of nan needs an init_loss, which LRS counts for it')
     by_rule = [diverged(run.test_loss, run.init_loss)[0] for run in runs.itertuples()]
     runs['diverged'] = runs.diverged.fillna(pd.Series(by_rule, runs.index))
 
     for run in runs[runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed'])].itertuples():
-        raise UserError(f'{run.Index}: a second {run.variant} {run.size} with lr={run.lr:g} and '
-                        f'seed={run.seed:.0f}; runs that differ in anything else should be analysed apart')
+        check(False, f'{run.run}: a second {run.variant} {run.size} with lr={run.lr:g} and seed='
+              f'{run.seed:.0f}; runs that differ in anything else should be analysed apart')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}
     by = ['weight_tying', 'size', 'in_paper_setting', 'method', 'lam', 'variant', 'lr', 'seed']
     return runs.sort_values(by, ignore_index=True, ascending=[name != 'in_paper_setting' for name in by],
@@ -191,73 +166,66 @@ def read(path):
     """A csv of runs -> (runs, curves, distributions); the latter are empty if not beside a results.csv."""
     path = Path(path)
     runs = read_csv(path, RESULTS, REQUIRED)
-    check(len(runs), f'{path}: it has no runs, only a first line')
+    check(len(runs), f'{path}: has no runs')
+    lines = pd.Series([f'{path.name} line {i}' for i in range(2, len(runs) + 2)])
+    runs['run'] = runs.run.where(runs.run != '', lines)
     runs = complete(runs)
 
     def beside(name, columns):
         file = path.with_name(name)
         there = path.name == 'results.csv' and file.exists()
         rows = read_csv(file, columns, ['run']) if there else pd.DataFrame(columns=columns)
-        return runs[RUN_COLUMNS].merge(rows.drop(columns='lr', errors='ignore'), on='run')  # lr: the run's
+        shared = runs.drop(columns=rows.columns.difference(['run', 'lr']), errors='ignore')
+        return shared.merge(rows.drop(columns='lr', errors='ignore'), on='run')
     return runs, beside('curves.csv', CURVES), beside('distributions.csv', DISTRIBUTIONS)
 
 
-def find(folders):
-    """The finished runs in or right below `folders`: folder -> a row, a dict; lines that name the others."""
-    files = []
-    for folder in map(Path, folders):
-        check(folder.is_dir(), f'{folder}: no such folder; give run folders or a sweep such as out/demo')
-        files += [*folder.glob('config.json'), *folder.glob('*/config.json')]
-
-    runs, left_out = {}, []
-    for folder in sorted({file.parent for file in files}):
-        if not (folder / 'result.json').exists():
-            left_out.append(f'not finished: {folder}')
-            continue
-        run = {**read_json(folder / 'config.json'), **read_json(folder / 'result.json')}
-        missing = [name for name in [*REQUIRED, 'init_loss'] if name not in run]
-        check(not missing, f'{folder}: neither config.json nor result.json has {", ".join(missing)}')
-        run['run'] = os.fsencode(folder).decode(errors='backslashreplace')
-        run['device'] = run.get('device_name')  # the name of the GPU, not the flag
-        runs[folder] = {name: math.nan if value is None else value for name, value in run.items()}
-    check(runs, '; '.join(left_out) or f'{" ".join(folders)}: no run in there')
-    rows = pd.DataFrame([*runs.values()], index=[*runs]).reindex(columns=[*dict.fromkeys(RESULTS + ALIKE)])
-    words = [name for name in RESULTS if name in WORDS]
-    rows[words] = rows[words].astype(object).fillna('')
-    complete(rows)  # refuses what will not go into one table
-    return runs, left_out
-
-
 def training_curve(folder, n=1000):
-    """The training lines of a run's log, at most n of them, the last for sure: columns CURVES."""
-    path = folder / 'log.jsonl'
-    try:
-        lines = path.read_text(encoding='utf-8').splitlines() if path.exists() else []
-        log = pd.DataFrame([line for line in map(json.loads, lines) if 'loss' in line])
-    except (OSError, ValueError) as error:
-        raise UserError(f'{path}: not readable as lines of JSON ({error})') from error
-    every = max(1, math.ceil(len(log) / n))
-    return log.iloc[(len(log) - 1) % every::every].reindex(columns=CURVES)
+    """Of a run's log the evaluations and at most n training lines, the last for sure: columns CURVES."""
+    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    evaluations = [line for line in lines if 'loss' not in line]
+    trained = [line for line in lines if 'loss' in line]
+    every = max(1, math.ceil(len(trained) / n))
+    curve = pd.DataFrame(evaluations + trained[(len(trained) - 1) % every::every])
+    return curve.reindex(columns=CURVES).sort_values('step', kind='stable')
 
 
-def collect(runs, out):
-    """Measures the runs that `find` found and writes the csv files -> lines that say what is missing."""
-    rows, curves, distributions, missing = [], [], [], {}
-    for i, (folder, run) in enumerate(runs.items(), 1):
-        print(f'{i} of {len(runs)}: {folder}', flush=True)
-        curve = training_curve(folder)
-        measured, no_statistics = measure.of_run(folder)
-        run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
+def collect(folders, out):
+    """Measures the finished runs in or right below `folders` and writes csv files -> what is missing."""
+    rows, curves, distributions, missing = [], [], [], []
+    configs = [[*Path(folder).glob('config.json'), *Path(folder).glob('*/config.json')] for folder in folders]
+    for config in sorted({*sum(configs, [])}):
+        folder = config.parent
+        if not (folder / 'result.json').exists():
+            missing.append(f'not finished: {folder}')
+            continue
+        try:
+            run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
+            curve = training_curve(folder)
+        except (OSError, ValueError) as error:
+            missing.append(f'left out: {folder} cannot be read ({error})')
+            continue
+
+        print(f'measuring {folder}', flush=True)
+        measured, why_not = measure.of_run(folder)
+        if why_not:
+            missing.append(f'no statistics of {folder}: {why_not}')
+        run = {name: math.nan if value is None else value for name, value in run.items()}
+        run['device'] = run['device_name']  # the name of the GPU, not the flag
+        run['diverged'], run['diverged_step'] = diverged(
+            run['test_loss'], run['init_loss'], curve.dropna(subset='lr'))  # without the evaluations
         rows.append({**run, **measured['numbers']})
         curves.append(curve.assign(run=run['run']))
         for quantity, numbers in measured['distributions'].items():
             distributions.append({'run': run['run'], 'quantity': quantity, **numbers})
-        for reason in (no_statistics, '' if len(curve) else 'no training curve: no log.jsonl'):
-            if reason:
-                missing.setdefault(reason, []).append(run['run'])
-    rows = pd.DataFrame(rows).reindex(columns=RESULTS)
-    rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell would be an error
-    write_csv(Path(out, 'results.csv'), rows)
-    write_csv(Path(out, 'curves.csv'), pd.concat(curves), '%.7g')  # enough for a plot
-    write_csv(Path(out, 'distributions.csv'), pd.DataFrame(distributions, columns=DISTRIBUTIONS))
-    return [f'{reason}: {", ".join(names)}' for reason, names in missing.items()]
+
+    check(rows, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
+    rows = pd.DataFrame(rows).reindex(columns=[*dict.fromkeys(RESULTS + ALIKE)])
+    words = rows.columns.intersection(WORDS)
+    rows[words] = rows[words].astype(object).fillna('')
+    complete(rows.copy())  # refuses what will not go into one table
+    rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
+    write_csv(out / 'results.csv', rows[RESULTS])
+    write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
+    write_csv(out / 'distributions.csv', pd.DataFrame(distributions, columns=DISTRIBUTIONS))
+    return missing
