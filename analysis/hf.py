@@ -97,6 +97,9 @@ def measure_model(name, args):
     config = GPTConfig(cap=cap, logits_dtype='bfloat16')
     in_fp32 = replace(config, logits_dtype='float32')
     tokens, start = read_text(model, tokenizer, args.text, args.positions)
+    tied = head.weight is model.get_input_embeddings().weight
+    check(not (args.center_to and (tied or cap)), f'--center_to: the output embeddings of {name} are tied, '
+          'or its logits are capped: it would become another model')
     windows = torch.cat([start, tokens], dim=1).to(E.device)
     check(windows.max() < len(E), f'--hf={name}: its tokenizer makes token {windows.max()}, of only {len(E)}')
     h, logits = states_and_logits(model, windows[:1, :16])
@@ -116,21 +119,11 @@ def measure_model(name, args):
         parts.append(stats)
     numbers = summarize(measure.join(parts), E)
     if args.center_to:  # last: it changes the model
-        check(not cap, f'the logits of {name} are capped: centering would change its probabilities')
-        center(model, args.center_to)
+        head.weight.copy_(E - E.mean(dim=0))
+        model.save_pretrained(args.center_to)
         tokenizer.save_pretrained(args.center_to)
+        print(f'{args.center_to} is centered; tune its repetition penalty again, if it has one')
     return {**row, 'positions': windows[:, 1:].numel(), **numbers, 'cost': numbers['bf16'] - numbers['fp32']}
-
-
-@torch.no_grad()
-def center(model, folder):
-    """Writes the model with the output embeddings E - mu to a new folder."""
-    W = model.get_output_embeddings().weight
-    check(W is not model.get_input_embeddings().weight, 'the output embeddings are tied to the input '
-          'embeddings: centering would change these')
-    W.copy_(W.float() - W.float().mean(dim=0))
-    model.save_pretrained(folder)
-    print(f'{folder} has centered output embeddings; tune its repetition penalty again, if it has one')
 
 
 def of_models(args, out):

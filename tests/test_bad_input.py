@@ -54,12 +54,10 @@ FLAGS = {'train': '''
     -> --results
     /nowhere -> /nowhere
     {bad}/empty -> {bad}/empty
-    --results=/nowhere.csv -> /nowhere.csv
     --results={bad}/no_loss.csv -> no_loss.csv, test_loss
     --results={bad}/no_runs.csv -> no_runs.csv
     --results={bad}/cells.csv -> cells.csv
     --results={bad}/twice.csv -> twice.csv
-    --positions=9 --results={bad}/good.csv -> --positions
     --hf x y --center_to=z -> --center_to
     '''}
 
