@@ -77,8 +77,7 @@ class Sweep:
         """The settings of a grid's runs, as train.py reads them from the commands of DRY_RUN=1."""
         lists = dict.fromkeys(('METHODS', 'LRS', 'OUT', 'DATA', 'JOBS'), '')
         lines = self.run(grid=grid, **{**lists, 'DRY_RUN': '1', **env})[0].splitlines()
-        parser = train.make_parser()
-        return [parser.parse_args(shlex.split(line)[2:]) for line in lines]
+        return [train.parser.parse_args(shlex.split(line)[2:]) for line in lines]
 
 
 @pytest.fixture

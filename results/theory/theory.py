@@ -10,7 +10,7 @@ RED, BLUE = '#FF2C00', '#0C5DA5'  # the paper's colours of the baseline and of z
 
 def project(X, basis):
     """
-    x (..., H) -> (x1, x2, x3): its coordinates in the plane of μ and h, and the norm of all others. This keeps
+    x (..., H) -> (x1, x2, x3): its coordinates in the plane of μ and h, and the norm of all others. It keeps
     norms, and the dot product with any vector of the plane.
     """
     plane = X @ basis
@@ -34,7 +34,7 @@ def figure_1(H=1024, V=2000):
             ax.quiver(0, 0, 0, *project(vector, basis), color='black', arrow_length_ratio=0.1)
             ax.text(*project(1.15 * vector, basis), label, fontsize=12)
         cos = points @ h / np.linalg.norm(points, axis=1) / np.linalg.norm(h)
-        ax.set(title=f'{title}\nmean of cos($h$, ·): {abs(cos.mean()):.2f}, largest |cos|: {abs(cos).max():.2f}',
+        ax.set(title=f'{title}\nmean of cos($h$, ·): {abs(cos.mean()):.2f}, largest: {abs(cos).max():.2f}',
                xlim=(-0.2, 0.7), ylim=(-0.3, 0.5), zlim=(0, 1.2), xlabel='$x_1$', ylabel='$x_2$',
                zlabel='$x_3^{(3)}$')
         ax.locator_params(nbins=5)
