@@ -62,7 +62,7 @@ def read_text(model, tokenizer, pattern, n):
     n_windows = -(-n // length)
     of_text = length + 1 - len(start)  # tokens in a window: it has length + 1, and length targets
     paths = local_files(pattern) if pattern else stdlib_files()
-    texts = (text for _, _, text in read_texts(paths))
+    texts = (text for *_, text in read_texts(paths))
     pieces = (text[i:i + PIECE] for text in texts for i in range(0, len(text), PIECE))
     tokens = []
     while len(tokens) < n_windows * of_text and (piece := next(pieces, None)):

@@ -64,8 +64,10 @@ def statistics(h, E, targets, config, loss_alone=False):
 
 
 def summary(values):
-    """Values (n,) -> a dict of SUMMARY."""
+    """Values (n,) -> a dict of SUMMARY, all of it NaN if a value is not finite."""
     x = values.double()
+    if not x.isfinite().all():
+        return dict.fromkeys(SUMMARY, math.nan)
     quartiles = x.quantile(x.new_tensor([0, 0.25, 0.5, 0.75, 1]), interpolation='nearest')
     numbers = [x.mean(), *quartiles, (x < 1).double().mean(), (x > 0).double().mean()]
     return {name: number.item() for name, number in zip(SUMMARY, numbers, strict=True)}
