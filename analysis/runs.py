@@ -74,7 +74,7 @@ def diverged(test_loss, init_loss, curve=NO_CURVE, lines=20, windows=20):
         return 1, curve.step.max()
 
     end_of_warmup = curve.step[curve.lr == curve.lr.max()].min()
-    warmed_up = curve[curve.step > end_of_warmup]
+    warmed_up = curve[(curve.step > end_of_warmup) & curve.lr.notna()]  # evaluations have no lr
     n = min(windows, len(warmed_up) // lines)  # windows
     if n > 0:
         window = np.arange(len(warmed_up)) * n // len(warmed_up)
@@ -212,8 +212,7 @@ def collect(folders, out):
             missing.append(f'no statistics of {folder}: {why_not}')
         run = {name: math.nan if value is None else value for name, value in run.items()}
         run['device'] = run['device_name']  # the name of the GPU, not the flag
-        run['diverged'], run['diverged_step'] = diverged(
-            run['test_loss'], run['init_loss'], curve.dropna(subset='lr'))  # without the evaluations
+        run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
         rows.append({**run, **measured['numbers']})
         curves.append(curve.assign(run=run['run']))
         for quantity, numbers in measured['distributions'].items():
