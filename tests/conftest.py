@@ -4,24 +4,25 @@ import hashlib
 import io
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: the workers share the cores
-
-import train
+# Before torch and the hub's client are imported: the workers share the cores, and have a cache of their own.
+CACHE = tempfile.TemporaryDirectory()
+os.environ.update(OMP_NUM_THREADS='1', HF_HOME=CACHE.name, HF_HUB_OFFLINE='1')
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
-ENV = {**os.environ, 'OMP_NUM_THREADS': '1',
-       'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
+ENV = {**os.environ, 'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
 
 # Processes are forked from a server that has imported all this, which takes seconds.
 START = multiprocessing.get_context('forkserver')
@@ -59,12 +60,20 @@ def in_process(main, argv, stderr, env, prepare):
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ.update(env)
+    import train  # not in pytest's own process, which runs no test
     train.RANK, train.WORLD_SIZE = int(env.get('RANK', 0)), int(env.get('WORLD_SIZE', 1))
     train.master_process = train.RANK == 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
     if prepare:
         prepare[0](*prepare[1:])
     main(argv)
+
+
+def program(argv):
+    """For `process`: what `python FILE --flag ...` does, argv = [FILE, '--flag', ...]."""
+    sys.argv = argv
+    os.chdir(ROOT)
+    runpy.run_path(argv[0], run_name='__main__')
 
 
 def finish(started, status, seconds=120):
@@ -90,19 +99,19 @@ def one_line(path):
 def corpus(tmp_path_factory):
     """Shards of the standard library's source in bytes: one val shard and two train shards."""
     folder = str(tmp_path_factory.mktemp('data') / 'stdlib')
-    execute('python', 'prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}',
-            '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000')
+    finish(process(program, ['prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}',
+                             '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000']), 0)
     return folder
 
 
 @pytest.fixture(scope='session')
 def swept(corpus, tmp_path_factory):
-    """A folder with out/demo and results/demo: a real sweep of two methods at two learning rates."""
+    """A folder with out/demo and results/demo: a real sweep, of two methods."""
     folder = str(tmp_path_factory.mktemp('checkout'))  # whose out/ and results/ are not the user's
     for name in os.listdir(ROOT):
         if name.endswith('.py') or name == 'analysis':
             os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
     shutil.copy(os.path.join(ROOT, 'sweep.sh'), folder)
-    execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='2e-2 1e-1',
-            STEPS='20', DATA=corpus, FLAGS='--test_tokens=8192')
+    execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='1e-1',
+            STEPS='20', JOBS='2', DATA=corpus, FLAGS='--test_tokens=8192')
     return Path(folder)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from conftest import README, finish
@@ -93,6 +92,7 @@ def test_loops_that_do_what_train_py_does(loop, method, tying):
 
 def two_ranks(argv):
     """DDP and FSDP2, with shards of unequal length too; then FSDP1, whose flat shards center refuses."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # takes a second
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
     rank = dist.get_rank()
