@@ -1,11 +1,10 @@
-"""What the tests share: programs to be started, refused and killed, a small corpus, one real sweep."""
+"""What the tests share: programs to be started, refused and killed, a small corpus."""
 import contextlib
 import hashlib
 import io
 import multiprocessing
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -72,8 +71,7 @@ def in_process(main, argv, stderr, env, prepare):
 def program(argv):
     """For `process`: what `python FILE --flag ...` does, argv = [FILE, '--flag', ...]."""
     sys.argv = argv
-    os.chdir(ROOT)
-    runpy.run_path(argv[0], run_name='__main__')
+    runpy.run_path(os.path.join(ROOT, argv[0]), run_name='__main__')
 
 
 def finish(started, status, seconds=120):
@@ -102,16 +100,3 @@ def corpus(tmp_path_factory):
     finish(process(program, ['prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}',
                              '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000']), 0)
     return folder
-
-
-@pytest.fixture(scope='session')
-def swept(corpus, tmp_path_factory):
-    """A folder with out/demo and results/demo: a real sweep, of two methods."""
-    folder = str(tmp_path_factory.mktemp('checkout'))  # whose out/ and results/ are not the user's
-    for name in os.listdir(ROOT):
-        if name.endswith('.py') or name == 'analysis':
-            os.symlink(os.path.join(ROOT, name), os.path.join(folder, name))
-    shutil.copy(os.path.join(ROOT, 'sweep.sh'), folder)
-    execute('bash', 'sweep.sh', 'demo', cwd=folder, METHODS='baseline mu_centering', LRS='1e-1',
-            STEPS='20', JOBS='2', DATA=corpus, FLAGS='--test_tokens=8192')
-    return Path(folder)

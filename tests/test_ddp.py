@@ -1,13 +1,15 @@
 """Any number of ranks makes the same run; an error in one of them, or a kill, concerns all."""
 import gc
 import json
+import os
 import signal
 
 import pytest
 import torch
+import torch.distributed.run
 
 import train
-from conftest import execute, finish
+from conftest import ROOT, finish, process
 from model import GPT
 from small_runs import SMALL, assert_same, float64_model, load, log_of, ranks, signal_at, state_of
 
@@ -51,6 +53,11 @@ def test_number_of_ranks(kind, corpus, tmp_path):
         assert other_mfu == pytest.approx(mfu)
 
 
+def torchrun(*flags, status=0, stderr=os.devnull):
+    argv = ['--standalone', '--nproc_per_node=2', f'{ROOT}/train.py', *flags]
+    finish(process(torch.distributed.run.main, argv, stderr), status)
+
+
 def test_killed_ranks(corpus, tmp_path):
     """Under torchrun they end as if never stopped, and are then done."""
     flags = [*SMALL, '--steps=30', '--lr=1e-2', '--log_every=2', '--ckpt_every=7', '--keep_every=30',
@@ -59,7 +66,7 @@ def test_killed_ranks(corpus, tmp_path):
     for rank in ranks(2, [*flags, f'--out={tmp_path}/killed'], tmp_path / 'stderr', prepare=kill):
         finish(rank, -signal.SIGKILL)
     assert load(tmp_path / 'killed', 'ckpt.pt')['step'] == 14
-    execute('torchrun', '--standalone', '--nproc_per_node=2', 'train.py', *flags, f'--out={tmp_path}/killed')
+    torchrun(*flags, f'--out={tmp_path}/killed')
     for _ in range(2):
         for rank in ranks(2, [*flags, f'--out={tmp_path}/whole'], tmp_path / 'stderr'):
             finish(rank, 0)
@@ -68,7 +75,8 @@ def test_killed_ranks(corpus, tmp_path):
 
 def test_refusal_under_torchrun(corpus, tmp_path):
     """Rank 0 alone says it, before the ranks meet, and torchrun ends the others."""
-    printed = execute('torchrun', '--standalone', '--nproc_per_node=2', 'train.py', *SMALL, '--batch_size=3',
-                      f'--data={corpus}', f'--out={tmp_path}/run', status=1)
+    torchrun(*SMALL, '--batch_size=3', f'--data={corpus}', f'--out={tmp_path}/run',
+             status=1, stderr=tmp_path / 'stderr')
+    printed = (tmp_path / 'stderr').read_text()
     assert printed.count('usage: ') == printed.count('error: --batch_size=3') == 1
     assert not (tmp_path / 'run').exists()

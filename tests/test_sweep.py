@@ -104,8 +104,10 @@ def test_the_demo(fake):  # has the same dtypes on every CPU
     shifted = product(('baseline', 'mu_centering'), [0.01], [1000], ('bfloat16', 'float32'))
     assert planned == {*product(PAPER, [0.01, 0.3], [0], ['bfloat16']), *shifted} and len(runs) == 16
     assert not any(run.mu_shift for run in fake.plan('demo', TYING='tied') + fake.plan('demo', LRS='3e-1'))
+    planned = fake.run(DATA='', LRS='0.1', DRY_RUN='1')[0].splitlines()
     fake.run(7, DATA='', LRS='0.1', MALLOC_MMAP_THRESHOLD_='5', ANALYSIS='7')
-    _, prepare, *_, analyze = (fake.folder / 'python').read_text().splitlines()
+    _, prepare, *trained, analyze = (fake.folder / 'python').read_text().splitlines()
+    assert sorted(trained) == sorted(' '.join(shlex.split(line)[1:]) for line in planned)
     assert prepare == 'prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib'
     assert analyze == f'analyze.py {fake.out}' and fake.started()[0][2] == '5'
 
