@@ -42,7 +42,7 @@ def result_of(folder):
     return train.read_json(os.path.join(folder, 'result.json'))
 
 
-def state_of(folder, last='model_12.pt'):
+def state_of(folder, last='model_8.pt'):
     """All that a run has left, without times; `last` is what --keep_every kept of its last step."""
     model = load(folder)
     kept = load(folder, last)
