@@ -100,3 +100,14 @@ def corpus(tmp_path_factory):
     finish(process(program, ['prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}',
                              '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000']), 0)
     return folder
+
+
+@pytest.fixture
+def trained(corpus, tmp_path):
+    """trained(name, *flags) trains tmp_path/name in this process, and returns its folder."""
+    def train_one(name, *flags):
+        import train
+        from small_runs import SMALL
+        train.main([*SMALL, f'--data={corpus}', f'--out={tmp_path}/{name}', *flags])
+        return str(tmp_path / name)
+    return train_one

@@ -3,6 +3,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 
@@ -49,6 +50,12 @@ def state_of(folder, last='model_8.pt'):
     return {'log': log_of(folder), 'result': without_times(result_of(folder)), 'model': model['model'],
             'step': (model['step'], kept['step']), 'trained': kept['model'],
             'optimizer': kept['optimizer']['state']}
+
+
+def resume_from(folder, kept):
+    """Makes a done run one that was killed after a checkpoint which it has kept."""
+    os.unlink(f'{folder}/result.json')
+    shutil.copy(f'{folder}/{kept}', f'{folder}/ckpt.pt')
 
 
 def signal_at(which, name, number):

@@ -11,7 +11,6 @@ import prepare_fineweb
 import train
 from conftest import folder_hash, refused
 from small_runs import SMALL, shard
-from test_prepare import parquet
 
 PROGRAMS = {'train': train, 'prepare': prepare_fineweb, 'analyze': analyze}
 
@@ -58,15 +57,12 @@ FLAGS = {'train': '''
     --results={bad}/no_runs.csv -> no_runs.csv
     --results={bad}/cells.csv -> cells.csv
     --results={bad}/twice.csv -> twice.csv
-    --hf x y --center_to=z -> --center_to
     '''}
 
 HEAD = b'method,size,weight_tying,lr,test_loss'
 FILES = {
     'a.doc': b'x', 'no_index': b'x', 'is_it.txt': b'x',
-    'words.jsonl': b'{"words": "x"}\n', 'cut.jsonl': b'{"text": "a"}\n{"text":\n',
-    'cut.parquet': b'PAR1', 'no_text.parquet': parquet(words=['x']), 'latin.txt': b'gr\xfc\xdfe',
-    'x.txt': b'x' * 100, 'words/meta.json': b'{"vocab_size": 60}',
+    'x.parquet': b'x', 'x.txt': b'x' * 100, 'words/meta.json': b'{"vocab_size": 60}',
     'no_runs.csv': HEAD + b'\n', 'good.csv': HEAD + b'\nbaseline,16M,0,0.1,3\n',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'cells.csv': HEAD + b'\nbaseline,16M,0,0.1,3,4\n',

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import model
 from model import METHODS, GPTConfig, head_loss
-from small_runs import assert_same
+from small_runs import assert_same, log_of, resume_from, state_of
 from test_facts import close, generator, of_logits, tiny_gpt, token_batch
 from test_model import BF16_UNIT, on_device
 
@@ -79,7 +79,24 @@ def test_compiled_model(method, device):
     assert [x.dtype for x in kept if x.numel() == targets.numel() * V] == [torch.bfloat16]
 
 
-def test_what_a_fork_adds_to_the_head_trains(monkeypatch):
+def test_compiled_run(trained):
+    """It has the losses of an eager one, and goes on from a checkpoint to its own bits."""
+    flags = ('--method=soft_capping', '--steps=4', '--lr=1e-3', '--keep_every=2')
+    torch._dynamo.utils.counters.clear()
+    eager = trained('eager', *flags)
+    graphs = torch._dynamo.utils.counters['stats']
+    assert not graphs
+    compiled = trained('compiled', *flags, '--compile')
+    assert graphs['unique_graphs'] >= 2  # in training and in evaluation
+    for a, b in zip(log_of(eager), log_of(compiled), strict=True):
+        assert a == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in b.items()}
+    state = state_of(compiled, 'model_4.pt')
+    resume_from(compiled, 'model_2.pt')
+    torch._dynamo.reset()
+    assert_same(state_of(trained('compiled', *flags, '--compile'), 'model_4.pt'), state)
+
+
+def test_bias_of_a_fork(monkeypatch):
     """A bias of the logits: its gradient is the mean of softmax(l) - onehot(t)."""
     gpt = tiny_gpt()
     gpt.bias = torch.nn.Parameter(torch.randn(64, generator=generator(0), dtype=gpt.E.dtype))

@@ -49,7 +49,7 @@ def test_ratios_and_shares():
 
 
 @pytest.mark.parametrize('method', ['baseline', 'soft_capping'])
-def test_logits_are_rounded_and_capped(method):
+def test_rounded_and_capped_logits(method):
     """Logits of some hundreds are rounded to whole numbers: unrounded, each statistic is another one."""
     gpt = shifted_gpt(300, method=method, logits_dtype='bfloat16')
     _, stats = gpt(WINDOWS[:, :-1], WINDOWS[:, 1:])

@@ -83,7 +83,7 @@ def step_in_backward(gpt, method):
 @pytest.mark.parametrize('method', METHODS)
 @pytest.mark.parametrize('loop', [accumulate, partial(accumulate, scaled=True), step_in_backward],
                          ids=['accumulation', 'GradScaler', 'step in backward'])
-def test_loops_that_do_what_train_py_does(loop, method, tying):
+def test_loops(loop, method, tying):
     gpt, reference = (tiny_gpt(name, weight_tying=tying) for name in ('baseline', method))
     loop(gpt, method)
     list(train_steps(reference, method, 3, grad_clip=0))
@@ -125,7 +125,7 @@ def test_two_ranks(tmp_path):
         finish(started, 0)
 
 
-def test_a_trainer_that_one_does_not_own(tmp_path):
+def test_trainer(tmp_path):
     """Hugging Face's, which wraps its optimizer, with a tiny GPT-2, whose embeddings are tied."""
     tf = pytest.importorskip('transformers')
     pytest.importorskip('accelerate', reason='transformers.Trainer needs it')
@@ -152,7 +152,7 @@ def test_muon_beside_adamw(hooked):
     assert shows_0(gpt) == (hooked == 'adamw')
 
 
-def test_a_lora_on_the_head():
+def test_lora():
     """The frozen matrix stays centered, and the merged one, which one evaluates, is not."""
     h, E, B = normal(generator(0), 64, 16), normal(generator(1), 64, 16), normal(generator(2), 2, 16)
     A = torch.zeros(64, 2, dtype=E.dtype, requires_grad=True)
@@ -180,7 +180,7 @@ def test_fp32_masters(centered):
     assert shows_0(model) == (centered == 'masters')
 
 
-def test_a_head_with_a_bias():
+def test_bias():
     h, E, bias = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1, normal(generator(2), 61) + 3
     before, mean_bias = (h @ E.T + bias).softmax(dim=1), bias.mean()
     center(E)

@@ -82,7 +82,7 @@ def test_a_folder_in_use(corpus, begun, monkeypatch):
     train.main(flags_of(corpus, begun))
 
 
-def test_files_are_on_disk_before_they_replace_others(corpus, tmp_path, monkeypatch):
+def test_files_are_synced(corpus, tmp_path, monkeypatch):
     synced, replaced = {}, set()
 
     def replace(old, new):

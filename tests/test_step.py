@@ -52,7 +52,7 @@ def test_pinned_batch_order():
     assert train.batch_windows(2**32 - 1, 8, 5, 10).tolist() == [1, 7, 8, 0, 3]
 
 
-def test_every_epoch_visits_every_window_once():
+def test_epochs():
     rng = np.random.RandomState(0)
     for _ in range(50):
         seed, n, batch_size = (int(rng.randint(1, high)) for high in (2**31, 60, 20))

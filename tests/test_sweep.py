@@ -88,7 +88,7 @@ def fake(tmp_path):
 
 @pytest.mark.parametrize('grid, methods, lams, tyings', [
     ('paper', PAPER, [None], [0, 1]), ('ablation', ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100], [0])])
-def test_the_grids_of_the_paper(fake, grid, methods, lams, tyings):
+def test_grids_of_the_paper(fake, grid, methods, lams, tyings):
     runs = fake.plan(grid)
     planned = {(run.method, run.lr, run.size, run.weight_tying, run.lam) for run in runs}
     lrs, sizes = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), '16M 29M 57M 109M 221M'.split()
@@ -97,7 +97,7 @@ def test_the_grids_of_the_paper(fake, grid, methods, lams, tyings):
     assert all(run.out.startswith(f'out/paper/{run.size}-') for run in runs)
 
 
-def test_the_demo(fake):  # has the same dtypes on every CPU
+def test_demo(fake):  # has the same dtypes on every CPU
     runs = fake.plan('demo')
     assert {(run.device, run.threads, run.dtype) for run in runs} == {('cpu', 1, 'float32')}
     planned = {(run.method, run.lr, run.mu_shift, run.logits_dtype) for run in runs}
@@ -123,7 +123,7 @@ def test_drift(fake):
     assert ', 6 at a time' in fake.run(grid='drift', METHODS='baseline', LRS='1e-1', JOBS='')[0]
 
 
-def test_the_variables_replace_the_lists_of_a_grid(fake):
+def test_variables(fake):
     run, = fake.plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5',
                      SEEDS='7', STEPS='40', DATA='d&', OUT='o x', FLAGS='--beta2=0.99  --log_every=8')
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
@@ -135,7 +135,7 @@ def test_the_variables_replace_the_lists_of_a_grid(fake):
     ({}, ['0,1', '2,3']), ({'NPROC': '3'}, ['0,1,2', '3,4,5']), ({'NPROC': '4'}, ['0,1,2,3'] * 2),
     ({'CUDA_VISIBLE_DEVICES': '5,4', 'JOBS': '3'}, list('455')), ({'CUDA_VISIBLE_DEVICES': '-1'}, ['-1'] * 2),
     ({'CUDA_VISIBLE_DEVICES': '9,8,7,6,5', 'JOBS': '1'}, ['9,8,7,6'])])
-def test_the_runs_share_the_gpus_where_there_are_too_few(fake, env, given):
+def test_shared_gpus(fake, env, given):
     gpus = '\n'.join(f'GPU {i}: NVIDIA H100 (UUID: a)' for i in range(6))
     sweep = fake.start_and_hold(len(given), 0, grid='paper', SIZES='16M', GPUS=gpus, **env)
     assert sorted(line[1] for line in fake.started()) == given
@@ -144,7 +144,7 @@ def test_the_runs_share_the_gpus_where_there_are_too_few(fake, env, given):
     sweep.communicate()
 
 
-def test_a_run_takes_the_gpu_that_is_free(fake):
+def test_free_gpu(fake):
     fake.run(grid='paper', METHODS='z_loss', SIZES='16M', TYING='tied', CUDA_VISIBLE_DEVICES='3,1',
              LAST='16M-tied-z_loss-lr0.0001-s1')
     assert [line[1] for line in fake.started()] == ['1', '1', '1', '1', '3']
@@ -152,7 +152,7 @@ def test_a_run_takes_the_gpu_that_is_free(fake):
 
 @pytest.mark.parametrize('kill, name, done', [
     (os.killpg, 'INT', 2), (os.killpg, 'TERM', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
-def test_a_sweep_that_was_killed_starts_no_more_runs_and_resumes(fake, kill, name, done):
+def test_killed_sweep(fake, kill, name, done):
     """Ctrl-C goes to the process group; what kills sweep.sh alone lets its two runs end."""
     sweep = fake.start_and_hold(4, 2)
     kill(sweep.pid, getattr(signal, f'SIG{name}'))
@@ -165,7 +165,7 @@ def test_a_sweep_that_was_killed_starts_no_more_runs_and_resumes(fake, kill, nam
 
 
 @pytest.mark.parametrize('other', [{'STEPS': '7'}, {'FLAGS': '--beta2=0.9'}, {'DATA': 'other'}, {}])
-def test_only_a_run_that_the_same_command_has_made_is_skipped(fake, tmp_path, other):
+def test_skipped_runs(fake, tmp_path, other):
     os.symlink(fake.folder / 'sweep.sh', tmp_path / 'bin/link')
     fake.run(LRS='0.1', script=tmp_path / 'bin/link', cwd=tmp_path / 'bin')
     assert fake.run(LRS='0.1', JOBS='1')[0].startswith('0 of 2 runs')
@@ -175,7 +175,7 @@ def test_only_a_run_that_the_same_command_has_made_is_skipped(fake, tmp_path, ot
     assert out.startswith('2 of 2 runs' if other else '1 of 2 runs')
 
 
-def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake):
+def test_failed_run(fake):
     broken = 'tiny-untied-mu_loss-lr0.001-s1'
     for left in (10, 1):  # the same command tries that one alone
         out, error = fake.run(1, BROKEN=broken)
@@ -186,6 +186,6 @@ def test_a_run_that_fails_is_named_and_does_not_stop_the_others(fake):
 @pytest.mark.parametrize('wrong, named', [
     ({'JOBS': '0'}, 'JOBS=0'), ({'NPROC': '7', 'grid': 'paper', 'CUDA_VISIBLE_DEVICES': '0'}, 'NPROC=7'),
     ({'LRS': '1e-1 0.1'}, '-lr0.1-s1'), ({'grid': 'demo demo'}, 'demo demo'), ({}, 'torch')])
-def test_what_is_wrong_is_said_before_a_run_starts(fake, wrong, named):
+def test_wrong_settings(fake, wrong, named):
     line = fake.run(2, TORCH='1', **wrong)[1].splitlines()[-1]
     assert line.startswith('error: ') and named in line and not fake.out.exists()

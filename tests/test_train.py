@@ -14,19 +14,10 @@ import torch
 import train
 from conftest import finish, folder_hash, process, refused
 from model import GPT, METHODS, gpt_config
-from small_runs import SMALL, assert_same, load, log_of, result_of, signal_at, state_of
+from small_runs import SMALL, assert_same, load, log_of, result_of, resume_from, signal_at, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
         '--eval_every=15', '--ckpt_every=7', '--keep_every=30')
-
-
-@pytest.fixture
-def trained(corpus, tmp_path):
-    """trained(name, *flags) trains tmp_path/name in this process, and returns its folder."""
-    def train_one(name, *flags):
-        train.main([*SMALL, f'--data={corpus}', f'--out={tmp_path}/{name}', *flags])
-        return str(tmp_path / name)
-    return train_one
 
 
 def test_what_a_run_leaves(trained):
@@ -46,29 +37,6 @@ def test_what_a_run_leaves(trained):
     shutil.copy(f'{whole}/model_60.pt', f'{whole}/ckpt.pt')  # as a kill in the last moment leaves it
     trained('whole', *LONG)
     assert folder_hash(whole) == before
-
-
-def test_compiled_run(trained):
-    """It has the losses of an eager one, and goes on from a checkpoint to its own bits."""
-    flags = ('--method=soft_capping', '--steps=4', '--lr=1e-3', '--keep_every=2')
-    torch._dynamo.utils.counters.clear()
-    eager = trained('eager', *flags)
-    graphs = torch._dynamo.utils.counters['stats']
-    assert not graphs
-    compiled = trained('compiled', *flags, '--compile')
-    assert graphs['unique_graphs'] >= 2  # in training and in evaluation
-    for a, b in zip(log_of(eager), log_of(compiled), strict=True):
-        assert a == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in b.items()}
-    state = state_of(compiled, 'model_4.pt')
-    resume_from(compiled, 'model_2.pt')
-    torch._dynamo.reset()
-    assert_same(state_of(trained('compiled', *flags, '--compile'), 'model_4.pt'), state)
-
-
-def resume_from(folder, kept):
-    """Makes a done run one that was killed after a checkpoint which it has kept."""
-    os.unlink(f'{folder}/result.json')
-    shutil.copy(f'{folder}/{kept}', f'{folder}/ckpt.pt')
 
 
 @pytest.mark.parametrize('method', METHODS)
