@@ -49,7 +49,7 @@ def read_csv(path, columns, required):
 
 
 def write_csv(path, rows, float_format=None):
-    """Whole or not at all, and whole numbers without a point."""
+    """Writes a csv file atomically, with whole numbers without a point."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
 
