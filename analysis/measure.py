@@ -3,6 +3,7 @@ A model -> the quantities of Section 3 of the paper, from its output embeddings 
 and the final hidden states h (N, H) at N test positions, whose next tokens are the targets (N,).
 """
 import functools
+import glob
 import hashlib
 import math
 import os
@@ -10,7 +11,7 @@ import os
 import torch
 
 from model import GPT, gpt_config, head_loss, summarize
-from train import MAY_CHANGE, Windows, fingerprint, read_json, save
+from train import MAY_CHANGE, SHARD, Windows, fingerprint, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 KEPT = 'statistics_v4.json'  # in a run's folder; a new name if what is measured changes
@@ -51,16 +52,15 @@ def join(parts):
 
 
 @torch.no_grad()
-def statistics(h, E, targets, config, loss_alone=False):
-    """Name -> (N,): the statistics of head_loss and the centering_ratios, or the loss alone."""
+def statistics(h, E, targets, config, ratios=True):
+    """Name -> (N,): the statistics of head_loss and, unless without `ratios`, the centering_ratios."""
     n = max(1, 2**25 // len(E))  # positions at a time: no N x V tensor is over 128 MB
     parts = []
     for h_n, targets_n in zip(h.split(n), targets.split(n), strict=True):
-        _, stats = head_loss(h_n, E, targets_n, config, with_stats=not loss_alone)
-        parts.append(stats if loss_alone else {**stats, **centering_ratios(h_n.float(), E.float())})
-    stats = join(parts)
-    del stats['reg']
-    return stats
+        _, stats = head_loss(h_n, E, targets_n, config)
+        del stats['reg']
+        parts.append({**stats, **(centering_ratios(h_n.float(), E.float()) if ratios else {})})
+    return join(parts)
 
 
 def summary(values):
@@ -95,10 +95,9 @@ def of_model(gpt, windows):
 @functools.cache  # the runs of a sweep have the same data
 def val_windows(folder, block_size, vocab_size, data_fingerprint):
     """The val windows of the data with this fingerprint, None if the folder does not hold them."""
-    try:
-        train, val = (Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-    except SystemExit:  # it has printed why
+    if not all(glob.glob(f'{glob.escape(folder)}/{SHARD.format(split)}') for split in ('train', 'val')):
         return None
+    train, val = (Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
     return val if fingerprint(train.shards + val.shards) == data_fingerprint else None
 
 

@@ -39,9 +39,6 @@ def read_csv(path, columns, required):
     missing = [name for name in required if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(required)}')
     check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows have more cells than its first line')
-    unread = [name for name in rows if name not in columns]
-    if unread:
-        print(f'{path}: columns that are not read: {", ".join(unread)}')
     rows = rows.reindex(columns=columns, fill_value='')
     numbers = [name for name in columns if name not in WORDS]
     for name in numbers:
@@ -52,7 +49,7 @@ def read_csv(path, columns, required):
 
 
 def write_csv(path, rows, float_format=None):
-    """Whole or not at all, and whole numbers without a point."""
+    """Writes a csv file atomically, with whole numbers without a point."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
 
@@ -166,7 +163,6 @@ def read(path):
     """A csv of runs -> (runs, curves, distributions); the latter are empty if not beside a results.csv."""
     path = Path(path)
     runs = read_csv(path, RESULTS, REQUIRED)
-    check(len(runs), f'{path}: has no runs')
     lines = pd.Series([f'{path.name} line {i}' for i in range(2, len(runs) + 2)])
     runs['run'] = runs.run.where(runs.run != '', lines)
     runs = complete(runs)
