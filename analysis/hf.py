@@ -65,9 +65,8 @@ def read_text(model, tokenizer, pattern, n):
 def measure_model(name, args):
     """Loads and measures a model -> its row of models.csv."""
     path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
-    options = {'revision': revision or 'main', 'trust_remote_code': False}
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype='auto', output_loading_info=True, **options)
+    hub = {'revision': revision or 'main', 'trust_remote_code': False}
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype='auto', output_loading_info=True, **hub)
     check(not info['missing_keys'], f'--hf={name}: its files lack weights')
     model.eval().to('cuda' if torch.cuda.is_available() else 'cpu')
     head = model.get_output_embeddings()
@@ -78,7 +77,7 @@ def measure_model(name, args):
     if args.positions == 0:
         return row
 
-    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    tokenizer = AutoTokenizer.from_pretrained(path, **hub)
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
     config = GPTConfig(cap=cap, logits_dtype='bfloat16')
     in_fp32 = replace(config, logits_dtype='float32')

@@ -29,8 +29,8 @@ def of_embeddings(E):
     """What E (V, H) says without a text: |mu|, the mean's share V |mu|^2 / |E|_F^2 from 0 to 1, r_emb."""
     mu = E.mean(dim=0)
     share = len(E) * mu.square().sum() / E.square().sum()
-    return {'mu_norm': mu.norm().item(), 'mean_share': share.item(),
-            'r_emb': norm_ratios(E).double().mean().item()}
+    r_emb = norm_ratios(E).double().mean()
+    return {'mu_norm': mu.norm().item(), 'mean_share': share.item(), 'r_emb': r_emb.item()}
 
 
 def centering_ratios(h, E):

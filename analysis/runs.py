@@ -163,6 +163,7 @@ def read(path):
     """A csv of runs -> (runs, curves, distributions); the latter are empty if not beside a results.csv."""
     path = Path(path)
     runs = read_csv(path, RESULTS, REQUIRED)
+    check(len(runs), f'{path}: has no runs')
     lines = pd.Series([f'{path.name} line {i}' for i in range(2, len(runs) + 2)])
     runs['run'] = runs.run.where(runs.run != '', lines)
     runs = complete(runs)
