@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from conftest import ROOT, execute
+from conftest import ROOT, finish, process, program
 
 
 @pytest.mark.parametrize('folder, script', [
@@ -17,5 +17,5 @@ def test_scripts(folder, script, tmp_path):
         os.symlink(os.path.join(ROOT, name), tmp_path / name)
     figure = tmp_path / 'results' / folder / 'figure.png'
     figure.unlink()
-    printed = execute('python', f'results/{folder}/{script}', cwd=tmp_path)
-    assert figure.stat().st_size > 10_000 and 'baseline' in printed  # the page's tables
+    finish(process(program, [str(tmp_path / 'results' / folder / script)], stderr=tmp_path / 'stderr'), 0)
+    assert figure.stat().st_size > 10_000
