@@ -116,9 +116,9 @@ def test_drift(fake):
 
 def test_variables(fake):
     run, = fake.plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5',
-                     SEEDS='7', STEPS='40', DATA='d&', OUT='o x', FLAGS='--beta2=0.99  --log_every=8')
+                     SEEDS='7', STEPS='40', DATA='d &', OUT='o x', FLAGS='--beta2=0.99  --log_every=8')
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
-    assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd&', 0.99, 8)
+    assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd &', 0.99, 8)
     assert run.out == 'o x/29M-tied-z_loss-lam3e-05-lr0.05-s7'
 
 
