@@ -50,7 +50,7 @@ FLAGS = {train: '''
 CASES = [(program, *line.split('->')) for program in FLAGS for line in FLAGS[program].strip().splitlines()]
 
 GOOD = shard(range(257))
-LLAMA = np.array([20240801, 7, 1] + [0] * 254, '<i4').tobytes()  # a shard of one token, which has 32 bits
+LLAMA = np.array([20240801, 7], '<i4').tobytes() + GOOD[8:]  # this magic and version mean tokens of 32 bits
 TRAIN, VAL = 'x_train_000000.bin', 'x_val_000000.bin'
 FILES = {
     'good/meta.json': b'{"vocab_size": 257}', f'good/{TRAIN}': GOOD, f'good/{VAL}': GOOD,
