@@ -14,41 +14,42 @@ from conftest import ENV, ROOT
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
 
-# Stands in for train.py, which takes seconds to start. It notes its start and is done. The file `hold` has a
-# number: runs that start after so many others wait. The run LAST starts as the fifth, the run BROKEN fails.
+# Stands in for train.py, which takes seconds to start. It notes its start and is done. Runs that start after
+# HOLD others wait for the file `go`. The run LAST starts as the fifth, the run BROKEN fails.
 PYTHON = r"""#!/usr/bin/env bash
 echo "$@" >>python
 case $1 in train.py) ;; analyze.py) exit $ANALYSIS ;; *) exit $TORCH ;; esac
 out=${!#} && out=${out#--out=} && name=${out##*/}
 while [ "$name" = "$LAST" ] && [ "$(wc -l <started)" != 4 ]; do sleep 0.01; done
 echo "$name ${CUDA_VISIBLE_DEVICES-} $MALLOC_MMAP_THRESHOLD_" $$ >>started
-until [ "$(sed "/ $$\$/q" started | wc -l)" -le "$(cat hold)" ]; do sleep 0.01; done 2>/dev/null
+until [ -e go ] || [ "$(sed "/ $$\$/q" started | wc -l)" -le "${HOLD-99}" ]; do sleep 0.01; done
 [ "$name" != "$BROKEN" ] || { echo error: no luck; exit 1; }
 mkdir -p "$out" && touch "$out/result.json"
 """
 
 
 class Sweep:
-    """A folder in which sweep.sh makes ten runs of the stand-in, two at a time."""
+    """A folder in which sweep.sh, called by a link, makes ten runs of the stand-in, two at a time."""
 
     def __init__(self, folder):
         self.folder, self.out = folder, folder / 'my $(touch pwned) runs'
         (folder / 'bin').mkdir()
         files = {'bin/python': PYTHON, 'bin/torchrun': 'python "${@:3}"', 'bin/nvidia-smi': 'echo "$GPUS"',
-                 'train.py': '', 'started': '', 'hold': '99', 'a_train_1.bin': ''}
+                 'train.py': '', 'started': '', 'a_train_1.bin': ''}
         for name, text in files.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         shutil.copy(f'{ROOT}/sweep.sh', folder)
+        (folder / 'bin/link').symlink_to('../sweep.sh')
         self.env = {**ENV, 'PATH': f'{folder}/bin:{ENV["PATH"]}', 'GPUS': 'NVIDIA-SMI has failed, again',
                     'OUT': str(self.out), 'DATA': '.', 'JOBS': '2',
                     'METHODS': 'z_loss mu_loss', 'LRS': '1e-4 3e-4 1e-3 3e-2 0.1'}
         self.env.pop('CUDA_VISIBLE_DEVICES', None)
 
-    def start(self, grid='demo', script='sweep.sh', cwd=None, **env):
+    def start(self, grid='demo', script='link', cwd='bin', **env):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell cannot undo that it is ignored
         return subprocess.Popen(  # in a process group of its own, as a terminal's job has
-            ['bash', script, grid], cwd=cwd or self.folder, env={**self.env, **env}, text=True,
+            ['bash', script, grid], cwd=self.folder / cwd, env={**self.env, **env}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
     def run(self, status=0, **given):
@@ -56,16 +57,6 @@ class Sweep:
         out, error = sweep.communicate(timeout=60)
         assert sweep.returncode == status, out + error
         return out, error
-
-    def start_and_hold(self, runs, done, **env):
-        """A sweep of which `runs` have started: so many of them are done, the others wait."""
-        (self.folder / 'hold').write_text(str(done))
-        sweep = self.start(**env)
-        deadline = time.monotonic() + 60
-        while (len(self.started()), self.done()) != (runs, done):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        return sweep
 
     def started(self):  # lists of name, GPUs, MALLOC_MMAP_THRESHOLD_, process
         return [line.split(' ') for line in (self.folder / 'started').read_text().splitlines()]
@@ -83,7 +74,7 @@ class Sweep:
 @pytest.fixture
 def fake(tmp_path):
     yield Sweep(tmp_path)
-    (tmp_path / 'hold').write_text('99')  # nothing waits on after a test that failed
+    (tmp_path / 'go').touch()  # nothing waits on after a test that failed
 
 
 @pytest.mark.parametrize('grid, methods, lams, tyings', [
@@ -125,9 +116,9 @@ def test_drift(fake):
 
 def test_variables(fake):
     run, = fake.plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5',
-                     SEEDS='7', STEPS='40', DATA='d&', OUT='o x', FLAGS='--beta2=0.99  --log_every=8')
+                     SEEDS='7', STEPS='40', DATA='d &', OUT='o x', FLAGS='--beta2=0.99  --log_every=8')
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
-    assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd&', 0.99, 8)
+    assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd &', 0.99, 8)
     assert run.out == 'o x/29M-tied-z_loss-lam3e-05-lr0.05-s7'
 
 
@@ -137,11 +128,10 @@ def test_variables(fake):
     ({'CUDA_VISIBLE_DEVICES': '9,8,7,6,5', 'JOBS': '1'}, ['9,8,7,6'])])
 def test_shared_gpus(fake, env, given):
     gpus = '\n'.join(f'GPU {i}: NVIDIA H100 (UUID: a)' for i in range(6))
-    sweep = fake.start_and_hold(len(given), 0, grid='paper', SIZES='16M', GPUS=gpus, **env)
+    methods = ' '.join(PAPER[:len(given)])
+    fake.run(grid='paper', SIZES='16M', TYING='tied', LRS='1', METHODS=methods, GPUS=gpus, **env)
     assert sorted(line[1] for line in fake.started()) == given
     assert {line[2] for line in fake.started()} == {'1073741824' if '-1' in given else ''}
-    os.killpg(sweep.pid, signal.SIGTERM)
-    sweep.communicate()
 
 
 def test_free_gpu(fake):
@@ -151,28 +141,33 @@ def test_free_gpu(fake):
 
 
 @pytest.mark.parametrize('kill, name, done', [
-    (os.killpg, 'INT', 2), (os.killpg, 'TERM', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
+    (os.killpg, 'INT', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
 def test_killed_sweep(fake, kill, name, done):
     """Ctrl-C goes to the process group; what kills sweep.sh alone lets its two runs end."""
-    sweep = fake.start_and_hold(4, 2)
+    sweep = fake.start(HOLD='2')
+    deadline = time.monotonic() + 60
+    while (len(fake.started()), fake.done()) != (4, 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
     kill(sweep.pid, getattr(signal, f'SIG{name}'))
     sweep.wait(timeout=60)
-    (fake.folder / 'hold').write_text('99')
+    (fake.folder / 'go').touch()
     sweep.communicate(timeout=60)  # until all that hold its output have ended, the runs too
     assert sweep.returncode != 0 and fake.done() == done and len(fake.started()) == 4
     fake.run()
     assert fake.done() == 10 and len(fake.started()) == 14 - done and not (fake.folder / 'pwned').exists()
 
 
-@pytest.mark.parametrize('other', [{'STEPS': '7'}, {'FLAGS': '--beta2=0.9'}, {'DATA': 'other'}, {}])
-def test_skipped_runs(fake, tmp_path, other):
-    os.symlink(fake.folder / 'sweep.sh', tmp_path / 'bin/link')
-    fake.run(LRS='0.1', script=tmp_path / 'bin/link', cwd=tmp_path / 'bin')
-    assert fake.run(LRS='0.1', JOBS='1')[0].startswith('0 of 2 runs')
-    if not other:
-        (fake.out / 'tiny-untied-z_loss-lr0.1-s1/result.json').unlink()
-    out, _ = fake.run(LRS='0.1', script=shutil.copy(fake.folder / 'sweep.sh', tmp_path / 'bin'), **other)
-    assert out.startswith('2 of 2 runs' if other else '1 of 2 runs')
+def test_skipped_runs(fake):
+    """What is done with the same settings, of which JOBS is none; for a copy, as sbatch starts one, too."""
+    settings = {'LRS': '0.1'}
+    for todo, name, value in ((2, 'JOBS', '2'), (0, 'JOBS', '1'), (2, 'STEPS', '7'), (2, 'FLAGS', '--eps=1'),
+                              (2, 'DATA', 'x')):
+        settings[name] = value
+        assert fake.run(**settings)[0].startswith(f'{todo} of 2 runs')
+    (fake.out / 'tiny-untied-z_loss-lr0.1-s1/result.json').unlink()
+    copy = shutil.copy(fake.folder / 'sweep.sh', fake.folder / 'bin/copy')
+    assert fake.run(script=copy, cwd='.', **settings)[0].startswith('1 of 2 runs')
 
 
 def test_failed_run(fake):
