@@ -17,7 +17,8 @@ import pytest
 
 # Before torch and the hub's client are imported: the workers share the cores, and have a cache of their own.
 CACHE = tempfile.TemporaryDirectory()
-os.environ.update(OMP_NUM_THREADS='1', HF_HOME=CACHE.name, HF_HUB_OFFLINE='1')
+os.environ.update(OMP_NUM_THREADS='1', HF_HOME=CACHE.name, HF_HUB_OFFLINE='1',
+                  TORCHINDUCTOR_VEC_ISA_OK='1')  # spares torch.compile its trial programs
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')

@@ -11,7 +11,7 @@ import torch.distributed.run
 import train
 from conftest import ROOT, finish, folder_hash, process
 from model import GPT
-from small_runs import SMALL, assert_same, float64_model, load, log_of, ranks, signal_at, state_of
+from small_runs import SMALL, assert_same, float64_model, killed_at, load, log_of, ranks, state_of
 
 
 def in_float64():
@@ -54,8 +54,9 @@ def test_number_of_ranks(corpus, tmp_path):
 
 
 def torchrun(*flags, status=0, stderr=os.devnull):
-    """Its ranks are forked, which spares them the import of torch."""
-    argv = ['--standalone', '--nproc_per_node=2', '--start_method=fork', '--run_path', f'{ROOT}/train.py']
+    """Its ranks are forked, which spares them the import of torch, and are left the default SIGTERM."""
+    argv = ['--standalone', '--nproc_per_node=2', '--start_method=fork', '--signals-to-handle=SIGINT',
+            '--run_path', f'{ROOT}/train.py']
     finish(process(torch.distributed.run.main, [*argv, *flags], stderr, daemon=False), status)
 
 
@@ -65,8 +66,7 @@ def test_killed_ranks(corpus, tmp_path):
     flags = [*SMALL, '--steps=8', '--lr=1e-2', '--ckpt_every=3', '--keep_every=8', f'--data={corpus}']
     for rank in ranks(2, [*flags, f'--out={whole}'], tmp_path / 'stderr'):
         finish(rank, 0)
-    kill = (signal_at, signal.SIGKILL, 'train_step', 6)
-    for rank in ranks(2, [*flags, f'--out={killed}'], tmp_path / 'stderr', prepare=kill):
+    for rank in ranks(2, [*flags, f'--out={killed}'], tmp_path / 'stderr', prepare=(killed_at, 6)):
         finish(rank, -signal.SIGKILL)
     assert load(killed, 'ckpt.pt')['step'] == 3
     torchrun(*flags, f'--out={killed}')
