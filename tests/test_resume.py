@@ -82,7 +82,7 @@ def test_files_are_synced(corpus, tmp_path, monkeypatch):
         synced[os.readlink(f'/proc/self/fd/{file}')] = os.fstat(file).st_size
 
     def replace(old, new):
-        assert synced[old] == os.path.getsize(old)
+        assert synced.pop(old) == os.path.getsize(old)
         os.rename(old, new)
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
