@@ -17,7 +17,8 @@ import pytest
 
 # Before torch and the hub's client are imported: the workers share the cores, and have a cache of their own.
 CACHE = tempfile.TemporaryDirectory()
-os.environ.update(OMP_NUM_THREADS='1', HF_HOME=CACHE.name, HF_HUB_OFFLINE='1')
+os.environ.update(OMP_NUM_THREADS='1', HF_HOME=CACHE.name, HF_HUB_OFFLINE='1',
+                  TORCHINDUCTOR_VEC_ISA_OK='1')  # spares torch.compile its trial programs
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
@@ -46,10 +47,13 @@ def refused(call, *named):
     assert all(str(name) in line for name in named), line
 
 
-def process(main, argv, stderr=os.devnull, env=None, prepare=()):
-    """Starts main(argv) as a program, after a call of prepare = (f, *arguments); errors go to `stderr`."""
+def process(main, argv, stderr=os.devnull, env=None, prepare=(), daemon=True):
+    """
+    Starts main(argv) as a program, after a call of prepare = (f, *arguments); errors go to `stderr`. A daemon
+    ends when pytest does, but may start none of its own.
+    """
     given = (main, argv, str(stderr), env or {}, prepare)
-    started = START.Process(target=in_process, args=given, daemon=True)  # it ends when pytest does
+    started = START.Process(target=in_process, args=given, daemon=daemon)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where the server finds all
         started.start()
     return started
@@ -75,8 +79,9 @@ def program(argv):
 
 
 def finish(started, status, seconds=120):
-    """Waits for a process and asserts its exit status."""
+    """Waits for a process, kills one that does not end, and asserts its exit status."""
     started.join(seconds)
+    started.kill()
     assert started.exitcode == status, started.exitcode
 
 
@@ -84,13 +89,6 @@ def folder_hash(folder):
     """The hash of every file under a folder, but for locks, by its path in there."""
     files = [path for path in Path(folder).rglob('*') if path.is_file() and path.name != '.lock']
     return {path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def one_line(path):
-    """The text of a file, which is argparse's usage and one line."""
-    text = Path(path).read_text()
-    assert text.startswith('usage: ') and text.count('\n') == 2, text
-    return text
 
 
 @pytest.fixture(scope='session')

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from conftest import process
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4', '--dtype=float32',
          '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1', '--log_every=1')
-TIMES = ('tokens_per_second', 'mfu', 'train_seconds')
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)  # bit for bit
 PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # its own of each of pytest's workers
 
@@ -27,29 +27,27 @@ def shard(tokens):
 
 
 def without_times(entry):
-    return {k: v for k, v in entry.items() if k not in TIMES}
+    return {k: v for k, v in entry.items() if k not in ('tokens_per_second', 'mfu', 'train_seconds')}
 
 
 def log_of(folder):
-    with open(os.path.join(folder, 'log.jsonl')) as file:
-        return [without_times(json.loads(line)) for line in file]
+    return [without_times(json.loads(line)) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
 
 
 def load(folder, name='model.pt'):
-    return torch.load(os.path.join(folder, name), weights_only=True)
+    return torch.load(Path(folder, name), weights_only=True)
 
 
 def result_of(folder):
-    return train.read_json(os.path.join(folder, 'result.json'))
+    return train.read_json(f'{folder}/result.json')
 
 
-def state_of(folder, last='model_8.pt'):
-    """All that a run has left, without times; `last` is what --keep_every kept of its last step."""
-    model = load(folder)
-    kept = load(folder, last)
-    return {'log': log_of(folder), 'result': without_times(result_of(folder)), 'model': model['model'],
-            'step': (model['step'], kept['step']), 'trained': kept['model'],
-            'optimizer': kept['optimizer']['state']}
+def state_of(folder):
+    """All that a run has left, without times. It has kept its last step, with --keep_every."""
+    model, result = load(folder)['model'], without_times(result_of(folder))
+    last = load(folder, f'model_{result["model_step"]}.pt')
+    return {'log': log_of(folder), 'result': result, 'model': model, 'last': last['model'],
+            'optimizer': last['optimizer']['state']}
 
 
 def resume_from(folder, kept):
@@ -58,16 +56,15 @@ def resume_from(folder, kept):
     shutil.copy(f'{folder}/{kept}', f'{folder}/ckpt.pt')
 
 
-def signal_at(which, name, number):
-    """Sends this process a signal as train.<name> is called for the time `number`, 1, 2, ..."""
-    real = getattr(train, name)
-    calls = itertools.count(1)
+def killed_at(number):
+    """This process is killed as it begins step `number`."""
+    real = train.train_step
 
-    def call(*given, **named):
-        if next(calls) == number:
-            signal.raise_signal(which)
-        return real(*given, **named)
-    setattr(train, name, call)
+    def train_step(model, optimizer, batch, step, *more, **named):
+        if step == number:
+            signal.raise_signal(signal.SIGKILL)
+        return real(model, optimizer, batch, step, *more, **named)
+    train.train_step = train_step
 
 
 def ranks(world, argv, stderr, main=train.main, prepare=()):

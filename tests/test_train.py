@@ -1,69 +1,68 @@
 """One training run: what it leaves, logs and reports, and what it starts from."""
-import importlib.util
 import json
-import math
 import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from conftest import finish, folder_hash, process, refused
-from model import GPT, METHODS, gpt_config
-from small_runs import SMALL, assert_same, load, log_of, result_of, resume_from, signal_at, state_of
+from conftest import finish, folder_hash, process, program, refused
+from model import GPT, gpt_config
+from small_runs import SMALL, assert_same, killed_at, load, log_of, result_of, resume_from, state_of
 
-LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=60', '--logits_dtype=bfloat16', '--log_every=5',
-        '--eval_every=15', '--ckpt_every=7', '--keep_every=30')
+LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=40', '--logits_dtype=bfloat16', '--log_every=5',
+        '--eval_every=10', '--ckpt_every=7', '--keep_every=20')
 
 
-def test_what_a_run_leaves(trained):
-    whole = trained('whole', *LONG)
-    assert set(os.listdir(whole)) == {'.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_30.pt',
-                                      'model_60.pt', 'result.json'}
+@pytest.fixture(scope='module')
+def whole(corpus, tmp_path_factory):
+    """The folder of a run with the flags LONG."""
+    folder = str(tmp_path_factory.mktemp('runs') / 'whole')
+    train.main([*SMALL, *LONG, f'--data={corpus}', f'--out={folder}'])
+    return folder
+
+
+def test_what_a_run_leaves(whole, trained, tmp_path):
+    assert set(os.listdir(whole)) == {'.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_20.pt',
+                                      'model_40.pt', 'result.json'}
     log, result, saved = log_of(whole), result_of(whole), load(whole)
-    assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 61, 5)]
-    assert [e['step'] for e in log if 'test_loss' in e] == [0, 15, 30, 45, 60]
-    assert set(saved) == {'model', 'step', 'config'} and saved['step'] == result['model_step'] == 60
+    assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 41, 5)]
+    assert [e['step'] for e in log if 'test_loss' in e] == [0, 10, 20, 30, 40]
+    assert set(saved) == {'model', 'step', 'config'} and saved['step'] == result['model_step'] == 40
     assert saved['config'] == train.read_json(f'{whole}/config.json')
-    assert_same(saved['model'], load(whole, 'model_60.pt')['model'])
+    assert_same(saved['model'], load(whole, 'model_40.pt')['model'])
     GPT(gpt_config(saved['config'])).load_state_dict(saved['model'])
     assert result['test_loss'] < result['init_loss'] - 1
 
     before = folder_hash(whole)
-    shutil.copy(f'{whole}/model_60.pt', f'{whole}/ckpt.pt')  # as a kill in the last moment leaves it
-    trained('whole', *LONG)
-    assert folder_hash(whole) == before
+    again = shutil.copytree(whole, tmp_path / 'again')
+    shutil.copy(again / 'model_40.pt', again / 'ckpt.pt')  # as a kill in the last moment leaves it
+    trained('again', *LONG)
+    assert folder_hash(again) == before
 
 
-@pytest.mark.parametrize('method', METHODS)
-def test_diverged_run(trained, monkeypatch, capsys, method):
+@pytest.mark.parametrize('method, log_every, ckpt_every, last_line', [
+    ('mu_centering', 3, 6, 9), ('norm_softmax', 10, 2, 1)])
+def test_diverged_run(method, log_every, ckpt_every, last_line, trained, monkeypatch, capsys):
     """The log line of step 9 shows it, after a step whose weights are NaN, or else the save of step 8."""
     monkeypatch.setattr(train, 'learning_rate', lambda step, args: 1e30 if step == 7 else 1e-2)
-    for log_every, ckpt_every, last_line in ((3, 6, 9), (10, 2, 1)):
-        out = trained(f'{log_every}', f'--method={method}', '--steps=30', f'--log_every={log_every}',
-                      f'--ckpt_every={ckpt_every}', '--keep_every=6')
-        saved, result = load(out), result_of(out)
-        assert saved['step'] == 6 and all(w.isfinite().all() for w in saved['model'].values())
-        assert_same(saved['model'], load(out, 'model_6.pt')['model'])
-        assert result['test_loss'] is None and result['model_step'] == 6
-        assert capsys.readouterr().out.splitlines()[-1].startswith('diverged: ')
-        assert log_of(out)[-1]['step'] == last_line
-        assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(out)}
+    out = trained('run', f'--method={method}', '--steps=30', f'--log_every={log_every}',
+                  f'--ckpt_every={ckpt_every}', '--keep_every=6')
+    saved, result = load(out), result_of(out)
+    assert saved['step'] == 6 and all(w.isfinite().all() for w in saved['model'].values())
+    assert_same(saved['model'], load(out, 'model_6.pt')['model'])
+    assert result['test_loss'] is None and result['model_step'] == 6
+    assert capsys.readouterr().out.splitlines()[-1].startswith('diverged: ')
+    assert log_of(out)[-1]['step'] == last_line
+    assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(out)}
 
 
-def test_a_gradient_that_is_not_finite(trained, monkeypatch):
-    norms = iter([torch.tensor(x) for x in (1.0, 1.0, math.inf)])
-    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', lambda *_: next(norms))
-    out = trained('run', '--steps=30')
-    assert log_of(out)[-1]['step'] == 3 and math.isfinite(log_of(out)[-1]['loss']) and load(out)['step'] == 0
-
-
-@pytest.mark.parametrize('log_every, untimed', [(1, 5), (2, 4), (10, 2)])
-def test_times(trained, monkeypatch, log_every, untimed):
+def test_times(trained, monkeypatch):
     """
     On a GPU where a step takes 100 s, the first with statistics and the first without 1,000 s more, the last
     two 500 s, and an evaluation 10,000 s. The run's speed is the median of those that count, also resumed.
@@ -72,7 +71,7 @@ def test_times(trained, monkeypatch, log_every, untimed):
     compilation = {True: 1000, False: 1000}
 
     def train_step(*given, with_stats, real=train.train_step):
-        clock.to_wait += (100 if given[3] < 59 else 500) + compilation.pop(with_stats, 0)
+        clock.to_wait += (100 if given[3] < 19 else 500) + compilation.pop(with_stats, 0)
         return real(*given, with_stats=with_stats)
 
     def synchronize():
@@ -86,59 +85,57 @@ def test_times(trained, monkeypatch, log_every, untimed):
                                      (train, 'time', clock), (torch.cpu, 'synchronize', synchronize)):
         monkeypatch.setattr(where, name, replacement)
     monkeypatch.setattr(GPT, 'mfu', lambda gpt, speed, device_name: speed / 100)
-    flags = ('--steps=60', f'--log_every={log_every}', '--eval_every=15', '--keep_every=30')
+    flags = ('--steps=20', '--log_every=2', '--eval_every=5', '--keep_every=10')
     out = trained('run', *flags)
     speed = 4 * 32 / 100
-    with open(f'{out}/log.jsonl') as file:
-        entries = [entry for entry in map(json.loads, file) if 'loss' in entry and entry['step'] < 59]
-    times = [(entry['tokens_per_second'], entry['mfu']) for entry in entries]
-    assert times == untimed * [(None, None)] + (len(times) - untimed) * [(speed, speed / 100)]
+    lines = [json.loads(line) for line in Path(out, 'log.jsonl').read_text().splitlines()]
+    times = [(line['tokens_per_second'], line['mfu']) for line in lines if 'loss' in line]
+    assert times[:-1] == 4 * [(None, None)] + 6 * [(speed, speed / 100)]
     for _ in range(2):
-        assert result_of(out)['train_seconds'] == pytest.approx(6000)
+        assert result_of(out)['train_seconds'] == pytest.approx(2000)
         assert result_of(out)['tokens_per_second'] == pytest.approx(speed)
-        resume_from(out, 'model_30.pt')
+        resume_from(out, 'model_10.pt')
         trained('run', *flags)
 
 
-def test_init_from_a_checkpoint(corpus, trained, tmp_path):
+def test_init_from_a_checkpoint(whole, corpus, trained, tmp_path):
     """
     It goes on at the step of the source with the settings of the command. The source is needed only to start:
     a run is killed before it has saved anything but its start, and resumes without it.
     """
-    source = shutil.copy(trained('whole', *LONG) + '/model_30.pt', tmp_path)
+    source = shutil.copy(f'{whole}/model_20.pt', tmp_path)
     flags = [*LONG, f'--init_from={source}', '--method=mu_centering', '--beta2=0.5', '--eps=1e-5',
              '--ckpt_every=0']
     other = trained('other', *flags)
     start, line, *_ = log_of(other)
-    assert start in log_of(tmp_path / 'whole') and (start['step'], line['step']) == (30, 35)
-    result, optimizer = result_of(other), load(other, 'model_60.pt')['optimizer']
-    assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(30 * 4 * 32)
+    assert start in log_of(whole) and (start['step'], line['step']) == (20, 25)
+    result, optimizer = result_of(other), load(other, 'model_40.pt')['optimizer']
+    assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(20 * 4 * 32)
     assert line['mu_norm'] < 1e-6 and result['init_loss'] is None
-    assert all(state['step'] == 60 for state in optimizer['state'].values())
+    assert all(state['step'] == 40 for state in optimizer['state'].values())
     assert {(*group['betas'], group['eps']) for group in optimizer['param_groups']} == {(0.9, 0.5, 1e-5)}
 
-    kill = (signal_at, signal.SIGKILL, 'train_step', 12)
     argv = [*SMALL, f'--data={corpus}', f'--out={tmp_path}/killed', *flags]
-    finish(process(train.main, argv, prepare=kill), -signal.SIGKILL)
+    finish(process(train.main, argv, prepare=(killed_at, 32)), -signal.SIGKILL)
     os.unlink(source)
-    assert_same(state_of(trained('killed', *flags), 'model_60.pt'), state_of(other, 'model_60.pt'))
+    assert_same(state_of(trained('killed', *flags)), state_of(other))
 
 
-def test_init_from_a_model(trained):
+def test_init_from_a_model(whole, trained):
     """It begins at step 0, with the weights alone."""
-    first = trained('first', '--steps=20', '--lr=1e-2')
-    second = trained('second', '--steps=2', '--lr=1e-30', '--min_lr=0', f'--init_from={first}/model.pt')
-    assert [entry['step'] for entry in log_of(second)] == [0, 1, 2, 2]
-    assert result_of(second)['test_loss'] == result_of(first)['test_loss']
-    assert result_of(second)['init_loss'] is None
+    run = trained('run', '--steps=2', '--lr=1e-30', '--min_lr=0', '--logits_dtype=bfloat16',
+                  f'--init_from={whole}/model.pt')
+    assert [entry['step'] for entry in log_of(run)] == [0, 1, 2, 2]
+    assert result_of(run)['test_loss'] == result_of(whole)['test_loss']
+    assert result_of(run)['init_loss'] is None
 
 
-def test_init_from_another_architecture(trained, tmp_path):
-    source = trained('source', '--steps=2', '--keep_every=1') + '/model_1.pt'
-    for flag in ('--weight_tying', '--rope_fraction=1', '--n_head=2', '--steps=1'):
-        named = flag.strip('-').split('=')[0] + '='
-        refused(lambda: trained('bad', '--steps=2', f'--init_from={source}', flag), source, named)  # noqa: B023
-    assert folder_hash(tmp_path / 'bad') == {}
+@pytest.mark.parametrize('flag', ['--weight_tying', '--rope_fraction=1', '--n_head=2', '--steps=20'])
+def test_init_from_another_architecture(flag, whole, trained, tmp_path):
+    """Or from a checkpoint that has done all steps."""
+    named = flag.strip('-').split('=')[0] + '='
+    refused(lambda: trained('bad', '--steps=30', f'--init_from={whole}/model_20.pt', flag), whole, named)
+    assert folder_hash(tmp_path) == {}
 
 
 def test_wandb(trained, monkeypatch):
@@ -155,11 +152,8 @@ def test_wandb(trained, monkeypatch):
     assert seen == [run, 0, 1, 2, 2, run, 2, 2]
 
 
-def test_rank_without_world_size(corpus, tmp_path, monkeypatch):
+def test_rank_without_world_size(corpus, tmp_path):
     """It is no rank, but something that a launcher has left."""
-    monkeypatch.setenv('RANK', '1')
-    spec = importlib.util.spec_from_file_location('train_again', train.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main([*SMALL, '--steps=1', f'--data={corpus}', f'--out={tmp_path}'])
+    argv = ['train.py', *SMALL, '--steps=1', f'--data={corpus}', f'--out={tmp_path}']
+    finish(process(program, argv, env={'RANK': '1'}), 0)
     assert result_of(tmp_path)['model_step'] == 1
