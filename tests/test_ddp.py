@@ -26,19 +26,21 @@ def in_float64():
     GPT.mfu = lambda gpt, speed, device_name: speed / 100
 
 
-def test_number_of_ranks(corpus, tmp_path):
+@pytest.mark.parametrize('method, worlds', [('mu_loss --lam=1000', (1, 2, 4)), ('mu_centering', (1, 2))])
+def test_number_of_ranks(method, worlds, corpus, tmp_path):
     """
     Seven float64 steps: every value of the log, of all ranks, and every weight is the same to 1e-12. 2 or 4
     ranks cannot share the 45 windows of test tokens evenly, and of the one for evaluation some have none. λ
     is so large that a penalty shows if it is counted once per micro-batch or rank.
     """
-    flags = [*SMALL, '--method=mu_loss', '--lam=1000', '--weight_tying', '--n_embd=16', '--block_size=16',
+    flags = [*SMALL, *f'--method={method}'.split(), '--weight_tying', '--n_embd=16', '--block_size=16',
              '--batch_size=8', '--steps=7', '--lr=1e-2', '--test_tokens=720', '--eval_tokens=16',
              '--eval_every=3', f'--data={corpus}']
     runs = []
-    for world, micro in ((1, 8), (2, 2), (4, 1)):
+    for world in worlds:
         out = tmp_path / str(world)
-        argv = [*flags, f'--micro_batch_size={micro}', f'--out={out}']
+        micro_batch_size = {1: 8, 2: 2, 4: 1}[world]
+        argv = [*flags, f'--micro_batch_size={micro_batch_size}', f'--out={out}']
         for rank in ranks(world, argv, tmp_path / 'stderr', prepare=(in_float64,)):
             finish(rank, 0)
         last = json.loads((out / 'log.jsonl').read_text().splitlines()[-2])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+import model
 import train
 from model import METHODS, GPTConfig, head_loss
 from small_runs import assert_same, log_of, resume_from, state_of
@@ -98,3 +99,17 @@ def test_compiled_run(trained, monkeypatch):
     resume_from(compiled, 'model_2.pt')
     torch._dynamo.reset()
     assert_same(state_of(trained('compiled', *flags, '--compile')), state)
+
+
+def test_bias_of_a_fork(monkeypatch):
+    """A bias of the logits: its gradient is the mean of softmax(l) - onehot(t)."""
+    gpt = tiny_gpt()
+    gpt.bias = torch.nn.Parameter(torch.randn(64, generator=generator(0), dtype=gpt.E.dtype))
+    head_logits = model.head_logits
+    monkeypatch.setattr(model, 'head_logits', lambda h, E, config: head_logits(h, E, config) + gpt.bias)
+    tokens, targets = token_batch(0)
+    gpt(tokens, targets)[0].backward()
+    p = (gpt.hidden(tokens) @ gpt.E.T + gpt.bias).softmax(dim=-1)
+    onehot = torch.nn.functional.one_hot(targets, 64)
+    close(gpt.bias.grad, (p - onehot).flatten(0, 1).mean(dim=0), rtol=1e-12, atol=1e-15)
+    close(gpt.logits(tokens).softmax(dim=-1), p, rtol=1e-12, atol=0)

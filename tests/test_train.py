@@ -62,6 +62,13 @@ def test_diverged_run(method, log_every, ckpt_every, last_line, trained, monkeyp
     assert not {'ckpt.pt', 'model_12.pt'} & {*os.listdir(out)}
 
 
+def test_a_gradient_that_is_not_finite(trained, monkeypatch):
+    norms = iter([torch.tensor(x) for x in (1.0, 1.0, torch.inf)])
+    monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', lambda *_: next(norms))
+    out = trained('run', '--steps=30')
+    assert log_of(out)[-1]['step'] == 3 and load(out)['step'] == 0
+
+
 def test_times(trained, monkeypatch):
     """
     On a GPU where a step takes 100 s, the first with statistics and the first without 1,000 s more, the last
