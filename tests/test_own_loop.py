@@ -83,27 +83,12 @@ def two_ranks(argv):
         assert shows_0(gpt) == (method == 'mu_centering')
         for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
             close(p.full_tensor() if wrap is fully_shard else p, q, rtol=0, atol=1e-12)
-
     dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path):
     for started in ranks(2, [], tmp_path / 'stderr', main=two_ranks):
         finish(started, 0)
-
-
-@pytest.mark.parametrize('hooked', ['muon', 'adamw'])
-def test_muon_beside_adamw(hooked):
-    """Only the hook on the optimizer that steps E, which steps last here, leaves it centered."""
-    gpt = tiny_gpt()
-    hidden = [p for p in gpt.blocks.parameters() if p.dim() == 2]
-    others = [p for p in gpt.parameters() if not any(p is q for q in hidden)]
-    optimizers = {'muon': torch.optim.Muon(hidden, lr=0.01), 'adamw': adamw(others)}
-    hook(optimizers[hooked], gpt)
-    loss_of(gpt, 'mu_centering', token_batch(1)).backward()
-    for optimizer in optimizers.values():
-        optimizer.step()
-    assert shows_0(gpt) == (hooked == 'adamw')
 
 
 def test_flat_shard():
