@@ -1,10 +1,12 @@
 """README's lines for anybody's own training loop do what train.py does, and show where they cannot."""
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from conftest import README, finish
@@ -89,6 +91,48 @@ def two_ranks(argv):
 def test_two_ranks(tmp_path):
     for started in ranks(2, [], tmp_path / 'stderr', main=two_ranks):
         finish(started, 0)
+
+
+@pytest.mark.parametrize('hooked', ['muon', 'adamw'])
+def test_muon_beside_adamw(hooked):
+    """Only the hook on the optimizer that steps E, which steps last here, leaves it centered."""
+    gpt = tiny_gpt()
+    hidden = [p for p in gpt.blocks.parameters() if p.dim() == 2]
+    others = [p for p in gpt.parameters() if not any(p is q for q in hidden)]
+    optimizers = {'muon': torch.optim.Muon(hidden, lr=0.01), 'adamw': adamw(others)}
+    hook(optimizers[hooked], gpt)
+    loss_of(gpt, 'mu_centering', token_batch(1)).backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    assert shows_0(gpt) == (hooked == 'adamw')
+
+
+def test_lora():
+    """The frozen matrix stays centered, and the merged one, which one evaluates, is not."""
+    h, E, B = normal(generator(0), 64, 16), normal(generator(1), 64, 16), normal(generator(2), 2, 16)
+    A = torch.zeros(64, 2, dtype=E.dtype, requires_grad=True)
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
+    optimizer = adamw([A])
+    hook(optimizer, model)
+    F.cross_entropy(h @ (E + A @ B).T, torch.arange(64) // 2).backward()
+    optimizer.step()
+    assert shows_0(model)
+    E += A.detach() @ B
+    assert not shows_0(model)
+
+
+@pytest.mark.parametrize('centered', ['weights', 'masters'])
+def test_fp32_masters(centered):
+    """An optimizer of fp32 copies, which it copies over the bf16 weights in each step."""
+    masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
+    masters.grad = normal(generator(1), 61, 16).float()
+    optimizer = adamw([masters])
+    for _ in range(2):
+        optimizer.step()
+        weights = masters.detach().bfloat16()
+        center(masters if centered == 'masters' else weights)
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=masters))
+    assert shows_0(model) == (centered == 'masters')
 
 
 def test_flat_shard():
