@@ -135,6 +135,12 @@ def test_fp32_masters(centered):
     assert shows_0(model) == (centered == 'masters')
 
 
+def test_check():
+    """It is the norm of the vector: its entries may sum to zero."""
+    E = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
+    assert not shows_0(SimpleNamespace(lm_head=SimpleNamespace(weight=E)))
+
+
 def test_flat_shard():
     """As FSDP1 makes them: its mean would not be μ."""
     with pytest.raises(AssertionError, match='FSDP1'):
