@@ -78,6 +78,18 @@ def test_compiled_model(method, device):
     assert [x.dtype for x in kept if x.numel() == targets.numel() * V] == [torch.bfloat16]
 
 
+def test_one_graph():
+    """torch.compile traces all of the model, its blocks too, into one graph, which computes the same."""
+    torch._dynamo.reset()
+    gpt = tiny_gpt('mu_loss', n_layer=2, weight_tying=True, dtype='bfloat16', logits_dtype='bfloat16')
+    traced = torch.compile(gpt, backend='aot_eager', fullgraph=True, dynamic=False)
+    results = []
+    for run in (gpt, traced):
+        objective, stats = run(*token_batch(0))
+        results.append((objective, stats, torch.autograd.grad(objective, [*gpt.parameters()])))
+    assert_same(*results)
+
+
 def test_compiled_run(trained, monkeypatch):
     """
     It has the losses of an eager one, and goes on from a checkpoint to its own bits. The model is that of
