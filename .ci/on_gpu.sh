@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED=1 DATA SEEDS OUT=out/gpu_drift
 if [ "$DEVICE" = cpu ]; then
   sizes=tiny bench='--seconds=1 --batch_size=2 --block_size=128 --threads=1'
   export CUDA_VISIBLE_DEVICES='' DATA=data/stdlib SIZES=tiny STEPS=20 JOBS=1 METHODS=baseline
-  export FLAGS='--device=cpu --threads=1 --dtype=float32 --block_size=128 --eval_tokens=4096 --test_tokens=4096'
+  export FLAGS='--device=cpu --threads=1 --dtype=float32 --block_size=128 --eval_tokens=4e3 --test_tokens=4e3'
 fi
 
 part() {  # NAME SECONDS COMMAND...

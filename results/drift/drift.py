@@ -49,7 +49,8 @@ def gaps(curves):
 def draw(curves):
     """Three panels against the step, a line for each run."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 4.2), layout='constrained')
-    panels = {'test_loss': 'test loss', 'mu_norm': '‖μ‖', 'logit_mean_spread': 'spread of the mean logit'}
+    panels = {'test_loss': 'test loss', 'mu_norm': '‖μ‖',
+              'logit_mean_spread': 'spread of the mean logit'}
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
         for run in RUNS:
             rows = curves[(curves.run == run) & (curves.step > 0)].dropna(subset=column)
@@ -67,5 +68,6 @@ if __name__ == '__main__':
     results, curves = pd.read_csv(HERE / 'results.csv'), pd.read_csv(HERE / 'curves.csv')
     print(at_equal_steps(results, curves).to_string(), gaps(curves).to_string(), sep='\n\n')
     passed = curves[(curves.mu_norm > PUBLISHED) & curves.run.isin(RUNS[:3])]
-    print('', f'first line with ‖μ‖ > {PUBLISHED}:', passed.groupby('run').step.min().to_string(), sep='\n')
+    first_lines = passed.groupby('run').step.min()
+    print('', f'first line with ‖μ‖ > {PUBLISHED}:', first_lines.to_string(), sep='\n')
     draw(curves)

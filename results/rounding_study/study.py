@@ -70,7 +70,8 @@ def draw(runs, authors):
     right.set_xscale('symlog', linthresh=1)
     right.set_yscale('symlog', linthresh=1e-3)
     right.legend(fontsize=7)
-    figure.suptitle('Test loss against ‖μ‖, and what rounding final logits costs (dots: 16M after a shift)')
+    figure.suptitle(
+        'Test loss against ‖μ‖, and what rounding final logits costs (dots: 16M after a shift)')
     figure.savefig(HERE / 'figure.png', dpi=160)
 
 

@@ -56,7 +56,7 @@ def figure_6():
 
 
 def figure_7():
-    """Z = exp(l_1) + exp(l_2) (Eq. 4) and L_z / λ = log² Z (Eq. 5). Black: Z = 1, l_2 = log(1 - exp(l_1))."""
+    """Z = exp(l_1) + exp(l_2) (Eq. 4) and L_z / λ = log² Z (Eq. 5). Black: Z = 1."""
     axis = np.linspace(-4, 2, 121)
     l1, l2 = np.meshgrid(axis, axis)
     Z = np.exp(l1) + np.exp(l2)
