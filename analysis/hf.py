@@ -17,8 +17,8 @@ from train import check
 
 WINDOW = 1024  # tokens
 PIECE = 2**18  # characters of a text that are tokenised at a time
-CAPTION = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that precision; '
-           'cost: bf16 - fp32. bf16_centered: with E - μ, which under a cap is another model. (Section 3)')
+CAPTION = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that '
+           'precision; cost: bf16 - fp32. bf16_centered: with E - μ, another model under a cap. (Section 3)')
 
 
 def states_and_logits(model, tokens):
