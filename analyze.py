@@ -1,67 +1,276 @@
 """
-From checkpoints to statistics, tables, figures and a page for the browser.
+Loads checkpoints and computes the paper's quantities: the norm of the mean embedding mu, statistics of the
+logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a sweep.
 
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
     python analyze.py --hf MODEL                        # the same quantities of a model that others trained
 
-analysis/: models to statistics (measure.py), runs to csv (runs.py), from these alone tables and figures.
+Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
+(N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Logits have no unit, losses are in
+nats per token. analysis/report.py makes tables and figures of the csv files that are written here.
 """
 import argparse
-import base64
+import functools
+import glob
+import hashlib
+import json
+import math
 import os
 from pathlib import Path
 
-from analysis import plots, runs, tables
-from train import check, whole
+import numpy as np
+import pandas as pd
+import torch
 
-STYLE = '''<!doctype html><meta charset="utf-8"><style>
-  body { margin: 1rem auto; max-width: 68rem; font-family: sans-serif; } img { max-width: 100%; }
-  div { max-height: 32rem; overflow: auto; } td, th { padding: .2rem .5rem; text-align: right; }
-</style>'''
+from analysis import report
+from model import GPT, gpt_config, head_loss, summarize
+from train import MAY_CHANGE, SHARD, Windows, check, fingerprint, read_checkpoint, read_json, save, whole
 
+POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
+STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
+TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
+PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
+
+
+# -------- the quantities of Section 3
+def norm_ratios(E):
+    """r_emb = |e*_i| / |e_i| of each token, (V,)."""
+    return (E - E.mean(dim=0)).norm(dim=1) / E.norm(dim=1).clamp_min(TINY)
+
+
+def centering_ratios(h, E):
+    """(N,) each, of exact, uncapped logits: r_log = max |l*_i| / max |l_i| (Eq. 11), r_cos, cos(mu, h)."""
+    largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dim=1)  # max |x_i|, without a copy
+    mu = E.mean(dim=0)
+    logits, mu_h = h @ E.T, h @ mu
+    star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h
+    cos = logits / E.norm(dim=1).clamp_min(TINY)  # |h| cos(e_i, h); |h| cancels in the ratio
+    cos_star = star / (E - mu).norm(dim=1).clamp_min(TINY)
+    return {'r_log': largest(star) / largest(logits).clamp_min(TINY),
+            'r_cos': largest(cos_star) / largest(cos).clamp_min(TINY),
+            'cos_mu_h': mu_h / (h.norm(dim=1) * mu.norm()).clamp_min(TINY)}
+
+
+def measure_embeddings(E):
+    """What E (V, H) says without a text: |mu|, the mean's share V |mu|^2 / |E|_F^2 from 0 to 1, r_emb."""
+    mu = E.mean(dim=0)
+    share = len(E) * mu.square().sum() / E.square().sum()
+    r_emb = norm_ratios(E).double().mean()
+    return {'mu_norm': mu.norm().item(), 'mean_share': share.item(), 'r_emb': r_emb.item()}
+
+
+def concatenate(parts):
+    """A list of dicts of (n,) -> one dict of (N,), in float64 and on the CPU."""
+    return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}
+
+
+def distribution(values):
+    """Values (n,) -> their numbers in distributions.csv, all of them NaN if a value is not finite."""
+    x = values.double()
+    names = report.DISTRIBUTIONS[2:]
+    if not x.isfinite().all():
+        return dict.fromkeys(names, math.nan)
+    quartiles = x.quantile(x.new_tensor([0, 0.25, 0.5, 0.75, 1]), interpolation='nearest')
+    numbers = [x.mean(), *quartiles, (x < 1).double().mean(), (x > 0).double().mean()]
+    return {name: number.item() for name, number in zip(names, numbers, strict=True)}
+
+
+@torch.no_grad()
+def measure_model(gpt, windows):
+    """
+    A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv; `distributions` over the
+    positions, or of r_emb over the vocabulary; and `missing`, which says what could not be measured.
+    """
+    gpt.eval()
+    E, parts = gpt.E, []
+    for batch in windows.to(E.device).split(max(1, 4096 // gpt.config.block_size)):  # as training on a CPU
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        _, stats = gpt(tokens, targets)  # the model's own: rounded, capped, and with what a fork adds
+        h = gpt.hidden(tokens).flatten(0, 1)
+        if not parts:
+            # The centering ratios are of h and E. With a head bias, say, the model's logits are others.
+            _, plain_stats = head_loss(h, E, targets.flatten(), gpt.config)
+            head_is_E = all(torch.allclose(stats[name], plain_stats[name], 1e-3, 1e-3, equal_nan=True)
+                            for name in ('loss', 'logit_mean'))
+        parts.append({**stats, **(centering_ratios(h.float(), E.float()) if head_is_E else {})})
+    stats = concatenate(parts)
+    del stats['reg']
+    distributions = {name: distribution(x) for name, x in {**stats, 'r_emb': norm_ratios(E).cpu()}.items()}
+    numbers = {**measure_embeddings(E), **summarize(stats, E),
+               'r_emb_below_1': distributions['r_emb']['below_1']}
+    if head_is_E:
+        # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token
+        r_log = stats['r_log'][stats['r_cos'] < 1]
+        numbers['r_cos_below_1'] = distributions['r_cos']['below_1']
+        numbers['r_log_below_1_too'] = (r_log < 1).double().mean().item()  # NaN if no r_cos is below 1
+    missing = '' if head_is_E else 'r_cos, r_log and cos_mu_h: its logits are not those of h and E alone'
+    return {'numbers': numbers, 'distributions': distributions, 'missing': missing}
+
+
+# -------- a finished run
+@functools.cache  # the runs of a sweep have the same data
+def val_windows(folder, block_size, vocab_size, data_fingerprint):
+    """The val windows of the data with this fingerprint, None if the folder does not hold them."""
+    if not all(glob.glob(f'{glob.escape(folder)}/{SHARD.format(split)}') for split in ('train', 'val')):
+        return None
+    train, val = (Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
+    return val if fingerprint(train.shards + val.shards) == data_fingerprint else None
+
+
+def measure_run(folder):
+    """measure_model of a finished run's model.pt, kept in its folder for as long as that is its model."""
+    path, kept = folder / 'model.pt', read_json(folder / STATISTICS)
+    model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    if kept and model_hash in (kept['model'], None):  # None: it was too large to be kept, perhaps
+        return kept
+    if model_hash is None:
+        return {'missing': 'statistics: it has no model.pt'}
+
+    saved, settings = read_checkpoint(str(path)), read_json(folder / 'config.json')
+    config = saved['config']
+    differ = [name for name in config.keys() - MAY_CHANGE if config[name] != settings.get(name)]
+    if differ:
+        return {'missing': f'statistics: model.pt and config.json differ in {", ".join(sorted(differ))}'}
+    windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
+                          config['data_fingerprint'])
+    if windows is None:
+        return {'missing': f'statistics: {settings["data"]} does not hold the shards of the training'}
+    gpt = GPT(gpt_config(config))
+    gpt.load_state_dict(saved['model'])
+    gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
+    tokens = torch.from_numpy(windows[windows.spread(min(POSITIONS, config['test_tokens']))])
+    measured = {'model': model_hash, **measure_model(gpt, tokens)}
+    if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
+        save(measured, f'{folder}/{STATISTICS}')
+    return measured
+
+
+def training_curve(folder, n=1000):
+    """Of a run's log the evaluations and at most n training lines, the last for sure: columns CURVES."""
+    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    evaluations = [line for line in lines if 'loss' not in line]
+    trained = [line for line in lines if 'loss' in line]
+    every = max(1, math.ceil(len(trained) / n))
+    curve = pd.DataFrame(evaluations + trained[(len(trained) - 1) % every::every])
+    return curve.reindex(columns=report.CURVES).sort_values('step', kind='stable')
+
+
+def diverged(test_loss, init_loss, curve):
+    """
+    Whether a run diverged -> (1, 0, or NaN for unknown; the step where it shows, or NaN), by our rule, as the
+    paper gives none: a loss or weight was not finite, so that it has no test loss; or the median training
+    loss of a window of its `curve` after warm-up is more than MAX_RISE above that of an earlier window or
+    above the loss at initialisation; or it ends less than MIN_LEARNED below that. A window, 1/20 of the log,
+    has at least 20 lines, against noise; less than three windows cannot say no.
+    """
+    if math.isnan(test_loss):
+        return 1, curve.step.max()
+
+    end_of_warmup = curve.step[curve.lr == curve.lr.max()].min()
+    warmed_up = curve[(curve.step > end_of_warmup) & curve.lr.notna()]  # evaluations have no lr
+    n = min(20, len(warmed_up) // 20)  # windows
+    if n > 0:
+        window = np.arange(len(warmed_up)) * n // len(warmed_up)
+        medians = warmed_up.groupby(window).agg(step=('step', 'first'), loss=('loss', 'median'))
+        risen = medians.loss - medians.loss.cummin().clip(upper=init_loss) > report.MAX_RISE
+        if risen.any():
+            return 1, medians.step[risen.idxmax()]
+
+    if test_loss >= init_loss - report.MIN_LEARNED:
+        return 1, math.nan
+    return (0 if n >= 3 else math.nan), math.nan
+
+
+# -------- a sweep
+def write_csv(path, rows, float_format=None):
+    """Writes a csv file atomically, with whole numbers without a point."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
+
+
+def collect(folders, out):
+    """Measures the finished runs in or right below `folders`, writes three csv files -> what is missing."""
+    rows, curves, distributions, missing = [], [], [], []
+    configs = [[*Path(folder).glob('config.json'), *Path(folder).glob('*/config.json')] for folder in folders]
+    for config in sorted({*sum(configs, [])}):
+        folder = config.parent
+        if not (folder / 'result.json').exists():
+            missing.append(f'not finished: {folder}')
+            continue
+        print(f'measuring {folder}', flush=True)
+        measured = measure_run(folder)
+        if measured['missing']:
+            missing.append(f'{folder} is without {measured["missing"]}')
+        run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
+        run = {name: math.nan if value is None else value for name, value in run.items()}
+        run['device'] = run['device_name']  # the name of the GPU, not the flag
+        curve = training_curve(folder)
+        run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
+        rows.append({**run, **measured.get('numbers', {})})
+        curves.append(curve.assign(run=run['run']))
+        for quantity, numbers in measured.get('distributions', {}).items():
+            distributions.append({'run': run['run'], 'quantity': quantity, **numbers})
+
+    check(rows, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
+    rows = pd.DataFrame(rows)
+    report.check_comparable(rows)
+    rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
+    write_csv(out / 'results.csv', rows.reindex(columns=report.RESULTS))
+    write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
+    write_csv(out / 'distributions.csv', pd.DataFrame(distributions, columns=report.DISTRIBUTIONS))
+    return missing
+
+
+# -------- learning rate sensitivity
+def learning_rate_sensitivity(runs):
+    """
+    LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
+    min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), which is what the published tables have. Left
+    out are seeds whose learning rates are not those of the seed with the most, such as one that is not done.
+    A method with a seed that learned nothing at any learning rate has no LRS: it would be 0, the best.
+    """
+    setting = ['size', 'weight_tying', 'variant']
+    by = [*setting, 'plain_name', 'method', 'lam', 'seed']
+    runs = runs[runs.in_paper_setting]
+    lowest = runs.groupby(by, dropna=False).capped_loss.transform('min')
+    runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - report.MIN_LEARNED)
+    rows = runs.groupby(by, sort=False, dropna=False).agg(
+        lrs=('rise', 'mean'), total=('rise', 'sum'), n_lrs=('rise', 'count'),
+        rates=('lr', lambda rates: ' '.join(f'{lr:g}' for lr in rates)),
+        n_params=('n_params', 'max'), diverged=('diverged', report.any_diverged), dead=('dead', 'all'))
+    rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1)
+    rows = rows[rows.n_lrs > 1].reset_index()
+    most_rates = rows.sort_values('n_lrs').groupby(setting).rates.transform('last').sort_index()
+    rows = rows[rows.rates == most_rates]
+    dead = rows.groupby(setting).dead.transform('any')
+    return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead))
+
+
+def mean_over_seeds(lrs_of_seeds):
+    """The rows of lrs.csv; `published` is the paper's number, for its own learning rates."""
+    rows = lrs_of_seeds.groupby(
+        ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam'], sort=False, dropna=False).agg(
+        lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'), n_lrs=('n_lrs', 'max'), rates=('rates', 'first'),
+        diverged=('diverged', report.any_diverged), seeds=('seed', 'nunique'),
+        lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
+    names = zip(rows.weight_tying.map(report.TYING), rows['size'], rows.variant, strict=True)
+    rows['published'] = pd.Series(map(report.published('lrs').lrs.get, names), dtype=float)
+    rows['published'] = rows.published.where(rows.rates == PAPER_LRS)
+    return rows
+
+
+# -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-path = os.path.expanduser  # bash does not expand the ~ in --out=~/results
+user_path = os.path.expanduser  # bash does not expand the ~ in --out=~/results
 add = parser.add_argument
-add('runs', nargs='*', type=path, help='run folders, or folders of them: out/demo')
-add('--results', type=path, metavar='FILE.csv', help=f'a csv of runs instead; it needs the columns '
-    f'{", ".join(runs.REQUIRED)}; see analysis/runs.py for what else it may have')
-add('--out', type=path, help='folder to write to (default: results/NAME OF THE INPUT)')
+add('runs', nargs='*', type=user_path, help='run folders, or folders of them: out/demo')
+add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead: see analysis/report.py')
+add('--out', type=user_path, help='folder to write to (default: results/NAME OF THE INPUT)')
 add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, NAME or NAME@REVISION")
-add('--text', type=path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
+add('--text', type=user_path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
 add('--positions', type=whole, default=16384, help='with --hf: tokens of --text (16384); 0: E alone')
-
-
-def markdown(table):
-    align = ['left'] + ['right'] * (table['rows'].shape[1] - 1)
-    grid = table['rows'].to_markdown(index=False, disable_numparse=True, colalign=align)
-    return f'### {table["title"]}\n\n{grid}\n\n{table["caption"]}\n'
-
-
-def write_page(out, left_out, items):
-    """Writes report.html, which needs no other file; `left_out` are lines about runs that are not in it."""
-    page = f'{STYLE}<h1>{out.resolve().name}</h1>\n<p>{"<br>".join(left_out)}</p>\n'
-    for item in items:
-        page += f'<h2>{item["title"]}</h2>\n<p>{item["caption"]}</p>\n'
-        if 'rows' in item:
-            page += f'<div>{item["rows"].to_html(index=False, escape=False, border=0)}</div>\n'
-        else:
-            image = base64.b64encode(Path(item['file']).read_bytes()).decode()
-            page += f'<img src="data:image/png;base64,{image}">\n'
-    (out / 'report.html').write_text(page, encoding='utf-8')
-
-
-def of_runs(args, out):
-    """Writes what there is of runs -> lines that say which are left out, and the items of the report."""
-    left_out = runs.collect(args.runs, out) if args.runs else []  # run folders -> csv files
-    all_runs, curves, distributions = runs.read(args.results or out / 'results.csv')
-    of_seeds = tables.lrs_of_seeds(all_runs)
-    lrs = tables.lrs_rows(of_seeds)
-    all_tables = tables.make(all_runs, lrs)
-    runs.write_csv(out / 'lrs.csv', lrs.drop(columns='plain_name'))
-    (out / 'tables.md').write_text('\n'.join(map(markdown, all_tables)), encoding='utf-8')
-    return left_out, plots.draw_all(all_runs, of_seeds, curves, distributions, out) + all_tables
 
 
 def main(argv=None):
@@ -70,17 +279,30 @@ def main(argv=None):
     source = Path(args.results or (args.runs or args.hf)[0]).resolve()
     source = source.parent if source.name == 'results.csv' else source
     out = Path(args.out or Path('results', source.name.removesuffix('.csv')))
+
+    missing, figures = [], []
     if args.hf:
         from analysis import hf  # it alone needs transformers
-        left_out, items = [], hf.of_models(args, out)
+        tables = hf.measure_models(args, out)
     else:
-        left_out, items = of_runs(args, out)
-    write_page(out, left_out, items)
-    for item in items:
-        if 'rows' in item and item['title'] != 'All runs':
-            rows = item['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
-            print('', item['title'], rows.to_string(index=False), sep='\n')
-    print('', *left_out, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+        missing = collect(args.runs, out) if args.runs else []
+        csv = Path(args.results or out / 'results.csv')
+        runs = report.read_runs(csv)
+        curves = report.read_beside(csv, 'curves.csv', report.CURVES, runs)
+        distributions = report.read_beside(csv, 'distributions.csv', report.DISTRIBUTIONS, runs)
+        lrs_of_seeds = learning_rate_sensitivity(runs)
+        lrs = mean_over_seeds(lrs_of_seeds)
+        write_csv(out / 'lrs.csv', lrs.drop(columns='plain_name'))
+        tables = report.make_tables(runs, lrs)
+        report.write_markdown(out / 'tables.md', tables)
+        figures = report.draw_figures(runs, lrs_of_seeds, curves, distributions, out / 'figures')
+    report.write_page(out / 'report.html', figures + tables, missing)
+
+    for table in tables:
+        if table['title'] != 'All runs':
+            rows = table['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
+            print('', table['title'], rows.to_string(index=False), sep='\n')
+    print('', *missing, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
 
 
 if __name__ == '__main__':

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import train
-from analysis import runs, tables
-from analysis.measure import centering_ratios, norm_ratios
+from analysis.report import read_runs
+from analyze import centering_ratios, learning_rate_sensitivity, norm_ratios
 from model import GPT, METHODS, GPTConfig, embedding_penalty, gpt_config, head_loss
 
 F64 = torch.float64
@@ -409,7 +409,7 @@ def lrs(tmp_path):
         lines = ['method,size,weight_tying,init_loss,lr,test_loss']
         lines += [f'baseline,16M,0,10.83,{i},{loss}' for i, loss in enumerate(losses, 1)]
         (tmp_path / 'losses.csv').write_text('\n'.join(lines))
-        row, = tables.lrs_of_seeds(runs.read(tmp_path / 'losses.csv')[0]).itertuples()
+        row, = learning_rate_sensitivity(read_runs(tmp_path / 'losses.csv')).itertuples()
         return row.lrs, row.lrs_n1
     return of
 

@@ -10,8 +10,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from analysis import measure, runs
-from model import GPTConfig, head_logits, summarize
+from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
+from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
 from train import check
 
@@ -73,7 +73,7 @@ def measure_model(name, args):
     check(isinstance(head, torch.nn.Linear) and head.bias is None,
           f'--hf={name}: its head is not a matrix E without a bias, but {head}')
     E = head.weight.float()
-    row = {'model': name, 'V': len(E), 'H': E.size(1), **measure.of_embeddings(E)}
+    row = {'model': name, 'V': len(E), 'H': E.size(1), **measure_embeddings(E)}
     if args.positions == 0:
         return row
 
@@ -88,22 +88,25 @@ def measure_model(name, args):
           f'--hf={name}: its logits are not E h; what comes between is not understood')
 
     centered = E - E.mean(dim=0)
+    n = max(1, 2**25 // len(E))  # positions at a time: no N x V tensor is over 128 MB
     parts = []
     for window in tqdm(windows, unit='windows'):
-        h, targets = states_and_logits(model, window[None, :-1])[0], window[1:]
-        stats = measure.statistics(h, E, targets, config)
-        losses = {'bf16': stats.pop('loss'),
-                  'fp32': measure.statistics(h, E, targets, in_fp32, False)['loss'],
-                  'bf16_centered': measure.statistics(h, centered, targets, config, False)['loss']}
-        parts.append({**stats, **losses})
-    numbers = summarize(measure.join(parts), E)
+        states, _ = states_and_logits(model, window[None, :-1])
+        for h, targets in zip(states.split(n), window[1:].split(n), strict=True):
+            _, stats = head_loss(h, E, targets, config)
+            del stats['reg']
+            losses = {'bf16': stats.pop('loss'),
+                      'fp32': head_loss(h, E, targets, in_fp32)[1]['loss'],
+                      'bf16_centered': head_loss(h, centered, targets, config)[1]['loss']}
+            parts.append({**stats, **centering_ratios(h, E), **losses})
+    numbers = summarize(concatenate(parts), E)
     return {**row, 'positions': windows[:, 1:].numel(), **numbers, 'cost': numbers['bf16'] - numbers['fp32']}
 
 
-def of_models(args, out):
+def measure_models(args, out):
     """Writes models.csv -> the table of the report, a line for each model or revision."""
     measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
-    runs.write_csv(out / 'models.csv', measured)
+    write_csv(out / 'models.csv', measured)
     rows = measured.set_index('model').map('{:.6g}'.format)
     rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
     return [dict(title='Output embeddings and logits', rows=rows, caption=CAPTION)]

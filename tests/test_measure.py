@@ -1,12 +1,12 @@
-"""What analysis/measure.py says of a GPT."""
+"""What analyze.py says of a GPT."""
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from analysis import measure
-from model import summarize
+from analyze import distribution, measure_model
+from model import GPT, head_loss, summarize
 from test_facts import generator, tiny_gpt
 
 WINDOWS = torch.randint(64, (40, 17), generator=generator(0))
@@ -23,7 +23,7 @@ def shifted_gpt(norm, **more):
 
 def test_ratios_and_shares():
     gpt = shifted_gpt(0.7, logits_dtype='float32')
-    numbers, distributions = map(measure.of_model(gpt, WINDOWS).get, ('numbers', 'distributions'))
+    numbers, distributions = map(measure_model(gpt, WINDOWS).get, ('numbers', 'distributions'))
     with torch.no_grad():
         h, E = gpt.hidden(WINDOWS[:, :-1]).flatten(0, 1).double(), gpt.E.double()
     mu = E.mean(dim=0)
@@ -45,7 +45,7 @@ def test_ratios_and_shares():
     assert numbers['mu_norm'] == pytest.approx(mu.norm().item(), rel=1e-6)
     mean_share = 64 * mu.square().sum() / E.square().sum()
     assert numbers['mean_share'] == pytest.approx(mean_share.item(), rel=1e-6)
-    assert all(math.isnan(value) for value in measure.summary(torch.tensor([1.0, math.nan])).values())
+    assert all(math.isnan(value) for value in distribution(torch.tensor([1.0, math.nan])).values())
 
 
 @pytest.mark.parametrize('method', ['baseline', 'soft_capping'])
@@ -55,5 +55,45 @@ def test_rounded_and_capped_logits(method):
     _, stats = gpt(WINDOWS[:, :-1], WINDOWS[:, 1:])
     del stats['reg']
     expected = summarize(stats, gpt.E)
-    numbers = measure.of_model(gpt, WINDOWS)['numbers']
+    numbers = measure_model(gpt, WINDOWS)['numbers']
     assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+class Forked(GPT):
+    """What a fork may add to the head: a bias or a learnable scale, in all that the model returns."""
+    bias, scale = 0.0, 1.0
+
+    def logits(self, tokens):
+        return self.scale * super().logits(tokens) + self.bias
+
+    def forward(self, tokens, targets, with_stats=True):
+        # as logits with another matrix: rows (scale e_i, b_i), states (h, 1)
+        h = self.hidden(tokens).flatten(0, 1)
+        h = torch.cat([h, torch.ones_like(h[:, :1])], dim=1)
+        E = torch.cat([self.scale * self.E, torch.as_tensor(self.bias).expand(len(self.E))[:, None]], dim=1)
+        loss, stats = head_loss(h, E, targets.flatten(), self.config, with_stats)
+        return loss, stats
+
+
+@pytest.mark.parametrize('change', [{}, {'bias': torch.linspace(-3, 1, 64)}, {'bias': -1.0}, {'scale': 1.5}])
+def test_what_a_fork_adds_to_the_head(change):
+    """It is in the statistics; the centering ratios are of h and E alone, and are left out."""
+    gpt = shifted_gpt(0.7, logits_dtype='float32')
+    plain = measure_model(gpt, WINDOWS)
+    gpt.__class__ = Forked
+    vars(gpt).update(change)
+    measured = measure_model(gpt, WINDOWS)
+    with torch.no_grad():
+        logits = gpt.logits(WINDOWS[:, :-1]).flatten(0, 1)
+    numbers = measured['numbers']
+    expected = {'loss': F.cross_entropy(logits, WINDOWS[:, 1:].flatten()), 'logit_mean': logits.mean(),
+                'logit_absmax': logits.abs().amax(dim=1).mean(), 'mu_norm': gpt.E.mean(dim=0).norm()}
+    for name, value in expected.items():
+        assert numbers[name] == pytest.approx(value.item(), rel=1e-5)
+    ratios = {'r_cos', 'r_log', 'cos_mu_h', 'r_cos_below_1', 'r_log_below_1_too'}
+    if change:
+        assert any(abs(numbers[name] / plain['numbers'][name] - 1) > 0.01 for name in ('loss', 'logit_mean'))
+        assert not ratios & (numbers.keys() | measured['distributions'].keys())
+        assert 'r_cos' in measured['missing'] and numbers['r_emb'] == plain['numbers']['r_emb']
+    else:
+        assert numbers == pytest.approx(plain['numbers']) and measured['missing'] == ''

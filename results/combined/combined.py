@@ -9,8 +9,10 @@ import pandas as pd
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from analysis.plots import COLORS  # noqa: E402
-from analysis.runs import NAMES  # noqa: E402
+from analysis import report  # noqa: E402
+
+NAMES = {**report.NAMES, 'zipf_centering': 'Zipf-centering'}  # of older code
+COLORS = {**report.COLORS, 'zipf_centering': '#0B6623'}
 
 STACK = ['n_layer', 'weight_tying', 'cap', 'lr', 'steps', 'mu_shift']
 TABLES = {'test_loss': 3, 'excess': 3, 'mu_norm': 2, 'zipf_norm': 2, 'logit_absmax': 1, 'logit_max': 1,

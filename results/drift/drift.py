@@ -8,8 +8,10 @@ import pandas as pd
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from analysis.plots import COLORS  # noqa: E402
-from analysis.runs import NAMES  # noqa: E402
+from analysis import report  # noqa: E402
+
+NAMES = {**report.NAMES, 'zipf_centering': 'Zipf-centering'}  # of older code
+COLORS = {**report.COLORS, 'zipf_centering': '#0B6623'}
 
 RUNS = ['baseline-s1', 'baseline-s2', 'baseline-fp32head-s1', 'mu_loss-s1', 'mu_centering-s1',
         'mu_centering-s2', 'zipf_centering-s1']

@@ -1,0 +1,488 @@
+"""
+The csv files of a sweep -> the paper's tables and figures, tables.md and report.html. It needs no run and no
+checkpoint: a results.csv made elsewhere will do as well.
+
+    results.csv        a row for each run: its settings, its test loss and the statistics of its model
+    curves.csv         a row for each evaluation of a run and of at most 1,000 lines of its log
+    distributions.csv  a row for each run and quantity: mean, quartiles, extrema and shares
+"""
+import base64
+import itertools
+import math
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+
+from model import METHODS, SIZES
+from train import check
+
+# -------- the csv files
+RESULTS = [
+    'run', 'method', 'size', 'n_params', 'weight_tying', 'lam', 'cap', 'lr', 'seed', 'steps', 'dtype',
+    'logits_dtype', 'mu_shift', 'init_from', 'init_loss', 'test_loss', 'diverged', 'diverged_step',
+    'model_step', 'mu_norm', 'mean_share', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax',
+    'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log', 'r_emb_below_1', 'r_cos_below_1',
+    'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device']
+REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
+CURVES = ['run', 'step', 'loss', 'test_loss', 'lr', 'mu_norm', 'logit_mean', 'logit_mean_spread',
+          'logit_absmax']
+DISTRIBUTIONS = ['run', 'quantity', 'mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
+TEXT_COLUMNS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device', 'quantity'}
+# What runs of one size must share: losses of other data, or after another length, are not to be compared.
+COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint']
+
+# Our rule of what diverged, in nats: see `diverged` in analyze.py.
+MAX_RISE = 0.5     # of the training loss
+MIN_LEARNED = 0.1  # from the loss at initialisation to the test loss
+
+TYING = {0: 'untied', 1: 'tied'}
+NAMES = {  # a method that is not here is called what METHODS calls it
+    'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
+    'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
+    'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.'}
+
+
+def read_csv(path, columns, required=('run',)):
+    """These columns of a csv file, NaN for a number that is not known or finite."""
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).fillna('')
+    missing = [name for name in required if name not in rows]
+    check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(required)}')
+    rows = rows.reindex(columns=columns, fill_value='').replace({'True': '1', 'False': '0'})
+    numbers = [name for name in columns if name not in TEXT_COLUMNS]
+    optional = [name for name in numbers if name not in required]
+    rows[optional] = rows[optional].replace('', 'nan')  # a test_loss must say so: nan if it diverged
+    return rows.astype(dict.fromkeys(numbers, float)).replace([math.inf, -math.inf], math.nan)
+
+
+def check_runs(ok, runs, message):
+    """Unless all runs are `ok`, ends the program with the name of the first that is not, and why."""
+    check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
+
+
+def check_comparable(runs):
+    """Refuses runs of one size that differ in what losses depend on."""
+    for name in runs.columns.intersection(COMPARABLE):
+        expected = runs.groupby(['size', 'weight_tying'])[name].transform('first')
+        check_runs(runs[name].isna() | (runs[name] == expected), runs,
+                   f'another {name} than other runs of its size; they should be analysed apart')
+
+
+def name_variants(runs):
+    """Adds `variant`, what a run is called: its method, and where it leaves the paper's setting."""
+    beside_bf16 = (runs.logits_dtype == 'bfloat16').any()  # else fp32 is nothing unusual
+    runs['fp32_head'] = beside_bf16 & (runs.logits_dtype == 'float32')
+    own_lam = (runs.lam >= 0) & (runs.lam != runs.method.map(METHODS))
+    own_cap = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
+    name = runs.method.map(NAMES).fillna(runs.method)
+    setting = (runs.cap.map(', cap {:g}'.format).where(own_cap, '')
+               + runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
+               + runs.fp32_head.map({True: ', fp32 head', False: ''})
+               + (', from ' + runs.init_from).where(runs.init_from != '', ''))
+    runs['variant'] = name + runs.lam.map(' λ={:g}'.format).where(own_lam, '') + setting
+    runs['plain_name'] = name + setting
+    runs['in_paper_setting'] = setting == ''
+
+
+def sort_runs(runs):
+    """In the paper's order: untied first, sizes and methods as in model.py, others after them."""
+    order = {name: i for i, name in enumerate([*SIZES, *METHODS])}
+    by = ['weight_tying', 'size', 'in_paper_setting', 'method', 'lam', 'variant', 'lr', 'seed']
+    return runs.sort_values(by, ignore_index=True, ascending=[name != 'in_paper_setting' for name in by],
+                            key=lambda x: x.map(order).fillna(99) if x.name in ('size', 'method') else x)
+
+
+def read_runs(path):
+    """A csv of runs, with what its empty cells mean. Refuses runs that do not belong in one table."""
+    runs = read_csv(path, RESULTS, REQUIRED)
+    check(len(runs), f'{path}: has no runs')
+    runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
+    check_runs(~runs.run.duplicated(), runs, 'a second row of this run')
+    check_comparable(runs)
+    for name in ('lr', 'lam'):  # they are one if they are written alike: 0.3 and 0.30000000000000004
+        runs[name] = runs[name].map('{:g}'.format).astype(float)
+    runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
+    runs = runs.fillna({'seed': 0, 'mu_shift': 0})
+    name_variants(runs)
+    check_runs(~runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed']), runs,
+               'a second run of its method, size, lr and seed; what else differs should be analysed apart')
+
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21, L0 if L is nan
+    check_runs(runs.capped_loss.notna() | (runs.init_from != ''), runs,
+               'a test_loss of nan needs an init_loss, which LRS counts for it')
+    dead = runs.test_loss.isna() | (runs.test_loss >= runs.init_loss - MIN_LEARNED)
+    runs['diverged'] = runs.diverged.mask(runs.diverged.isna() & dead, 1)  # what can be said without a log
+    return sort_runs(runs)
+
+
+def read_beside(path, name, columns, runs):
+    """The rows of curves.csv or distributions.csv beside a results.csv, if it is there, with their runs'."""
+    there = path.name == 'results.csv' and path.with_name(name).exists()
+    rows = read_csv(path.with_name(name), columns) if there else pd.DataFrame(columns=columns)
+    shared = runs.drop(columns=rows.columns.difference(['run', 'lr']), errors='ignore')
+    return shared.merge(rows.drop(columns='lr', errors='ignore'), on='run')  # lr is the run's, not the step's
+
+
+def at_default_lam(rows):
+    """Where a method has its default λ, without its rows of other λ: Table 4 and Figure 8 are for these."""
+    is_default = rows.variant == rows.plain_name
+    has_default = is_default.groupby([rows.method, rows['size']]).transform('any')
+    return rows[is_default | ~has_default]
+
+
+def any_diverged(diverged):
+    """Of several runs: 1 if one diverged, 0 if none did, NaN if that is unknown."""
+    return 1 if (diverged == 1).any() else diverged.max(skipna=False)
+
+
+# -------- tables
+STEADY = 1.1  # if the times of one method differ by more than this factor, the machine was probably shared
+FORMATS = {  # of columns of results.csv
+    'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
+    'test_loss': '{:.4f}', 'diverged': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
+    'mean_share': '{:.3f}', 'logit_mean': '{:.4g}', 'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}',
+    'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
+    'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
+
+
+def published(name):
+    """paper_lrs.csv or paper_overhead.csv, numbers of the paper's tables, by (tying, size, variant)."""
+    return pd.read_csv(Path(__file__).with_name(f'paper_{name}.csv'), index_col=['tying', 'size', 'variant'])
+
+
+def grid(rows, index, columns, cells):
+    """A line for each value of `index`, a column for each of `columns`, - where there is no cell."""
+    table = rows.assign(cells=cells).pivot(index=index, columns=columns, values='cells')
+    table = table.reindex(index=rows.set_index(index).index.unique(), columns=rows[columns].unique())
+    return table.fillna('-').rename_axis(columns=None).reset_index()
+
+
+def lrs_table(lrs, columns, title):
+    """Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each of `columns`."""
+    complete = lrs.rates == lrs.rates[lrs.n_lrs == lrs.n_lrs.max()].mode()[0]
+    best = lrs.lrs_n1 == lrs.lrs_n1.where(complete).groupby(lrs['size']).transform('min')
+    cells, lowest, highest = (
+        lrs[column].map('{:.3f}'.format) for column in ('lrs_n1', 'lrs_n1_lowest', 'lrs_n1_highest'))
+    cells = cells.where(complete, cells + ' (' + lrs.n_lrs.astype(str) + ' lr)')
+    cells = cells.mask(lrs.diverged == 0, '<u>' + cells + '</u>')
+    cells = cells.mask(best, '<b>' + cells + '</b>')
+    cells = cells.mask(lrs.seeds > 1, cells + ' [' + lowest + ', ' + highest + ']')
+    cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
+    cells = cells.where(lrs.lrs_n1.notna(), '-')
+    return dict(title=title, rows=grid(lrs, 'size', columns, cells).rename(columns={'size': 'N'}), caption=(
+        'Summed over the n learning rates / (n - 1); means over seeds [lowest, highest]. Bold: the best of '
+        "its size. Underlined: no run diverged. Small: the paper's, of one seed. (n lr): over other learning "
+        'rates than most. -: no runs, or nothing was learned at any learning rate.'))
+
+
+def overhead_table(runs, tying):
+    """Table 6. None if no method can be compared with the baseline."""
+    timed = runs[runs.in_paper_setting & (runs.train_seconds > 0) & runs.test_loss.notna()]
+    timed = timed.assign(steps=timed.steps.map('{:,.0f}'.format).replace('nan', ''))
+    where = ['size', 'device', 'steps']
+    seconds = timed.groupby([*where, 'plain_name'], sort=False).train_seconds
+    times = seconds.agg(['mean', 'min', 'max', 'count'])
+    times = times[(times['count'] > 1) & (times['max'] < STEADY * times['min'])].reset_index()
+    is_baseline = times.plain_name == 'baseline'
+    rows = times[~is_baseline].merge(times[is_baseline], on=where, suffixes=('', '_of_baseline'))
+    if rows.empty:
+        return None
+    paper = published('overhead').percent.map(' <sub>{:.1f}%</sub>'.format)
+    cells = [f'{row.mean / row.mean_of_baseline - 1:.1%}' + paper.get((tying, row.size, row.plain_name), '')
+             for row in rows.itertuples()]
+    table = grid(rows, where, 'plain_name', cells)
+    return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
+        "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
+        f'and steps. Left out: runs that stopped, methods of one run or with times {STEADY - 1:.0%} apart. '
+        "Small: the paper's, on four A100. (Table 6)"))
+
+
+def run_table(runs):
+    """A line for each run, a column for each of FORMATS that says something."""
+    stopped = runs.model_step < runs.steps  # else the model is the last step's
+    runs = runs.assign(model_step=runs.model_step.where(stopped))
+    shown = [column for column in FORMATS if runs[column].fillna(0).ne(0).any()
+             or column == 'diverged' or (column == 'model_step' and stopped.any())]
+    cells = {column: runs[column].map(FORMATS[column].format) for column in shown}
+    return dict(title='All runs', rows=pd.DataFrame(cells).replace(['nan', 'nan%'], ''), caption=(
+        "With runs outside the paper's setting, which other tables leave out. mean_share: V|μ|² / |E|². "
+        'diverged, our rule: a loss or weight was not finite, the training loss rose by '
+        f'{MAX_RISE:g} nats, or the test loss ends less than {MIN_LEARNED:g} below its start; empty: '
+        'unknown. r_log_below_1_too: of the positions with r_cos < 1, the share with r_log < 1.'))
+
+
+def make_tables(runs, lrs):
+    """All tables that there are data for: LRS and λ of each tying, times, all runs."""
+    tables = []
+    for tying, part in lrs.groupby('weight_tying'):
+        default = at_default_lam(part)
+        seeds = ' to '.join(map(str, sorted({default.seeds.min(), default.seeds.max()})))
+        tables.append(lrs_table(default, 'variant', f'LRS (n-1), {TYING[tying]}, seeds: {seeds}'))
+        for name, rows in part.groupby('plain_name', sort=False):
+            if rows.lam.nunique() > 1:
+                rows = rows.sort_values('lam', kind='stable').assign(lam=rows.lam.map('{:g}'.format))
+                tables.append(lrs_table(rows, 'lam', f'{name} for several λ: LRS (n-1), {TYING[tying]}'))
+    for tying, part in runs.groupby('weight_tying'):
+        tables.append(overhead_table(part, TYING[tying]))
+    return [table for table in (*tables, run_table(runs)) if table]
+
+
+# -------- figures
+# A function for each, or None without data. Its name is the file's, its docstring the title and the caption.
+# Of several λ the default is drawn, but for sensitivity and training, which has every run.
+COLORS = {  # the first six are the paper's; a method that is not here gets the next of matplotlib's
+    'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
+    'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B',
+    'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
+UNKNOWN = '0.8'  # the light grey of a marker if it is unknown whether the run diverged
+STYLES = {  # marker and line of a size; of others like those of tiny
+    '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
+    '221M': ('X', '-')}
+LABELS = {
+    'lr': r'learning rate $\eta$', 'n_params': '$N$', 'lrs_n1': r'LRS ($n-1$)',
+    'capped_loss': r'test loss $\mathcal{L}$', 'test_loss': r'test loss $\mathcal{L}$',
+    'loss': r'training loss $\mathcal{L}$', 'logit_mean_spread': r'spread of $\bar{l}$',
+    'mu_norm': r'$\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
+    'logit_mean': r'mean logit $\bar{l}$', 'logit_std': r'logit standard deviation $\sigma_l$',
+    'logit_absmax': r'$\max_i |l_i|$',
+    'r_emb': r'$r_{\rm emb}$', 'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
+
+plt.switch_backend('agg')  # files alone, no windows
+plt.rcParams.update({
+    'font.size': 9, 'axes.grid': True, 'grid.alpha': 0.25, 'legend.frameon': False, 'lines.markersize': 5,
+    'axes.spines.top': False, 'axes.spines.right': False, 'figure.dpi': 160})
+
+
+def color(run):
+    """The colour of a row's method: lighter below its default λ, darker above it."""
+    base = np.array(to_rgb(COLORS.setdefault(run.method, f'C{len(COLORS) % 10}')))
+    default = METHODS.get(run.method)
+    shade = 0.12 * math.log10(run.lam / default) if default and run.lam > 0 else 0
+    target = 1 if shade < 0 else 0  # white or black
+    return tuple(base + min(abs(shade), 0.6) * (target - base))
+
+
+def draw_lines(ax, rows, x, y):
+    """A line for each variant, and size if x is lr: means over the seeds, bars to the lowest and highest."""
+    for _, part in rows.groupby('variant' if x == 'n_params' else ['size', 'variant'], sort=False):
+        seeds = part.groupby(x)
+        mean = seeds[y].mean()
+        shade = color(part.iloc[0])
+        marker, dash = STYLES.get(part['size'].iloc[0] if x == 'lr' else None, ('o', '-'))
+        faces = seeds.diverged.agg(any_diverged).map({0: 'white', 1: shade}).fillna(UNKNOWN)
+        ax.plot(mean.index, mean, linestyle=dash, color=shade, linewidth=1.2)
+        ax.vlines(mean.index, seeds[y].min(), seeds[y].max(), color=shade, linewidth=0.8)
+        ax.scatter(mean.index, mean, 25, marker=marker, edgecolors=[shade], linewidths=1, zorder=3,
+                   facecolors=list(faces), clip_on=False)
+    ax.set(xscale='log', xlabel=LABELS[x], ylabel=LABELS.get(y))
+    if x == 'n_params':
+        sizes = rows.drop_duplicates('size')
+        ax.set_xticks(sizes.n_params, sizes['size'])
+        ax.xaxis.set_minor_locator(NullLocator())
+
+
+def stretch(ax, values):
+    """A logarithmic y axis for values over a factor of ten. With 0 among them: beyond 100, linear to 1."""
+    low, high = values.min(), values.max()
+    if low > 1e-3 and high > 10 * low:
+        ax.set_yscale('log')
+        ax.yaxis.set(major_formatter='{x:g}', minor_locator=LogLocator(subs=(2, 5)), minor_formatter='{x:g}')
+    elif low < 1e-3 and max(-low, high) > 100:
+        ax.set_yscale('symlog', linthresh=1)
+        ax.autoscale(axis='y')  # or its margins would be those of a linear axis
+
+
+def legend(figure, rows, sizes=True):
+    """Colours of variants, markers of sizes, what faces mean: below the figure."""
+    entries = [dict(color=color(run), label=run.variant)
+               for run in rows.drop_duplicates('variant').itertuples()]
+    for size in rows['size'].unique() if sizes else []:
+        marker, dash = STYLES.get(size, ('o', '-'))
+        entries.append(dict(marker=marker, linestyle=dash, label=size, markerfacecolor='white'))
+    for label, face in (('diverged', 'black'), ('converged', 'white'), ('divergence unknown', UNKNOWN)):
+        entries.append(dict(marker='o', linestyle='', label=label, markerfacecolor=face))
+    handles = [Line2D([], [], **{'color': 'black', **entry}) for entry in entries]
+    figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
+
+
+def four_panels(rows, columns):
+    """A panel for each of four columns, against the learning rate."""
+    if rows.lr.nunique() < 2 or rows[columns].isna().all(axis=None):
+        return None
+    figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.2))
+    for ax, column in zip(axes.flat, columns, strict=True):
+        draw_lines(ax, rows.dropna(subset=column), 'lr', column)
+        if column.startswith('r_'):
+            ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
+        else:
+            stretch(ax, rows[column])
+    legend(figure, rows)
+    return figure
+
+
+def loss(rows):
+    """Loss against learning rate. Capped at the loss at initialisation. Bars: all seeds. (Figures 2 and 9)"""
+    largest = sorted(rows.lr.unique())[-2:]
+    if len(largest) < 2:
+        return None
+    sizes = rows['size'].unique()
+    figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(3.6 + 1.5 * len(sizes), 3.8), sharey=True,
+                                width_ratios=[3] + [1] * len(sizes))
+    draw_lines(axes[0], rows, 'lr', 'capped_loss')
+    for ax, size in zip(axes[1:], sizes, strict=True):
+        draw_lines(ax, rows[(rows['size'] == size) & rows.lr.isin(largest)], 'lr', 'capped_loss')
+        ax.set(title=size, ylabel='', xlabel=r'$\eta$')
+        ax.set_xticks(largest, [f'{lr:g}' for lr in largest])
+        ax.minorticks_off()
+    legend(figure, rows)
+    return figure
+
+
+def lrs_of_sizes(lrs):
+    """LRS against model size. Summed / (n - 1), as in the paper. Bars: all seeds. (Figures 3 and 10)"""
+    rows = lrs.dropna(subset='n_params')
+    if rows.n_params.nunique() < 2:
+        return None
+    figure, ax = plt.subplots(figsize=(7.5, 4))
+    draw_lines(ax, rows, 'n_params', 'lrs_n1')
+    stretch(ax, rows.lrs_n1)
+    legend(figure, rows, sizes=False)
+    return figure
+
+
+def statistics(rows):
+    """Mean embedding and logits. Means over the test positions. Bars: all seeds. (Figure 4)"""
+    return four_panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'])
+
+
+def fact_3(rows):
+    """Quantities of Fact 3. Of the baseline, means over the vocabulary or the test positions. (Figure 5)"""
+    return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
+
+
+def distributions(rows):
+    """Distributions of these. Left: quartiles, extrema; right, red: shares. (Figures 11 and 12)"""
+    rows = rows[rows.in_paper_setting & (rows.method == 'baseline')].dropna(subset='median')
+    if rows.empty:
+        return None
+    names = {'q25': 'q1', 'median': 'med', 'q75': 'q3', 'min': 'whislo', 'max': 'whishi'}  # matplotlib's
+    sizes = rows['size'].unique()
+    quantities = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
+    figure, axes = plt.subplots(len(sizes), 4, figsize=(12, 2.2 * len(sizes) + 0.5), squeeze=False)
+    for ax, (size, quantity) in zip(axes.flat, itertools.product(sizes, quantities), strict=True):
+        part = rows[(rows['size'] == size) & (rows.quantity == quantity)].drop_duplicates('lr')
+        share, limit = ('above_0', 0) if quantity == 'cos_mu_h' else ('below_1', 1)
+        ax.bxp(part.rename(columns=names).to_dict('records'), positions=part.lr, widths=0.35 * part.lr,
+               showfliers=False, patch_artist=True, manage_ticks=False, boxprops={'facecolor': '0.75'},
+               medianprops={'color': 'black'})
+        ax.axhline(limit, color='black', linewidth=0.8, linestyle=':')
+        ax.set(title=size, xscale='log', xlabel=LABELS['lr'], ylabel=LABELS[quantity])
+        stretch(ax, part[['min', 'max']].stack())
+        right = ax.twinx()
+        draw_lines(right, part.assign(percent=100 * part[share]), 'lr', 'percent')
+        right.set(ylabel='% > 0' if limit == 0 else '% < 1', ylim=(-5, 105))
+        right.grid(False)
+    return figure
+
+
+def sensitivity(runs, lrs):
+    """Sensitivity to λ. Test loss against learning rate and LRS against size. (Figure 8)"""
+    rows = runs[runs.groupby('plain_name').lam.transform('nunique') > 1]
+    lrs = lrs[lrs.variant.isin(rows.variant)].dropna(subset='n_params')
+    names = lrs.plain_name.unique()
+    if not len(names):
+        return None
+    figure, axes = plt.subplots(2, len(names), figsize=(4.4 * len(names), 7), squeeze=False, sharey='row')
+    for (top, bottom), name in zip(axes.T, names, strict=True):
+        draw_lines(top, rows[rows.plain_name == name], 'lr', 'capped_loss')
+        top.set_title(name)
+        draw_lines(bottom, lrs[lrs.plain_name == name], 'n_params', 'lrs_n1')
+        stretch(bottom, lrs.lrs_n1[lrs.plain_name == name])
+    legend(figure, rows.assign(variant=rows.plain_name + rows.lam.map(' λ={:g}'.format)))
+    return figure
+
+
+def training(curves):
+    """Training curves. A row for each learning rate, a line for each run, of means of ten log lines."""
+    curves = curves[curves.step > 0]
+    evaluated = curves.groupby('run').test_loss.count().median() > 2  # not only at the start and the end
+    loss = 'test_loss' if evaluated else 'loss'
+    if curves[loss].isna().all():
+        return None  # not finite from the first step on
+    columns = [loss, 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_absmax']
+    rates = curves.groupby('lr')
+    figure, axes = plt.subplots(len(rates), 5, squeeze=False, sharex=True, figsize=(13.5, 1 + 2 * len(rates)))
+    for axes_of_rate, (lr, rows) in zip(axes, rates, strict=True):
+        for ax, column in zip(axes_of_rate, columns, strict=True):
+            for _, run in rows.dropna(subset=column).groupby('run', sort=False):
+                smooth = run[column].rolling(10, min_periods=1, center=True).mean()
+                first = run.iloc[0]
+                dash = ':' if first.fp32_head else '-' if first.in_paper_setting else '--'
+                ax.plot(run.step, run[column] if column == 'test_loss' else smooth, dash, color=color(first),
+                        label=first.variant, linewidth=0.9)
+            stretch(ax, rows[column])
+            ax.set(xlabel='step', ylabel=LABELS[column])
+        top = max(rows.groupby('run')[loss].quantile(0.97).max(), rows[loss].min() + 1)
+        axes_of_rate[0].set(title=rf'$\eta$ = {lr:g}', ylim=(None, top))  # spikes may lie above it
+    handles = {line.get_label(): line for ax in axes.flat for line in ax.lines}
+    figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
+    return figure
+
+
+def draw_figures(all_runs, all_lrs, all_curves, all_distributions, folder):
+    """Draws what there are data for, as PNG files in `folder` -> their titles, captions and files."""
+    figures = []
+    for tying, word in TYING.items():
+        runs, lrs, curves, boxes = (
+            rows[rows.weight_tying == tying] for rows in (all_runs, all_lrs, all_curves, all_distributions))
+        runs = runs[runs.in_paper_setting]
+        default = at_default_lam(runs)
+        to_draw = [(loss, '', default), (lrs_of_sizes, '', at_default_lam(lrs)), (statistics, '', default),
+                   (fact_3, '', runs), (distributions, '', boxes), (sensitivity, '', runs, lrs),
+                   *((training, size, rows) for size, rows in curves.groupby('size', sort=False))]
+        for function, size, *data in to_draw:
+            figure = function(*data)
+            if figure is None:
+                continue
+            title, _, caption = function.__doc__.partition('. ')
+            path = folder / ('_'.join(filter(None, (function.__name__, size, word))) + '.png')
+            path.parent.mkdir(exist_ok=True)
+            figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
+            figure.savefig(path)
+            plt.close(figure)
+            title = ', '.join(filter(None, (title, size, word)))
+            figures.append(dict(title=title, caption=caption, file=path))
+    return figures
+
+
+# -------- the pages
+STYLE = '''<!doctype html><meta charset="utf-8"><style>
+  body { margin: 1rem auto; max-width: 68rem; font-family: sans-serif; } img { max-width: 100%; }
+  div { max-height: 32rem; overflow: auto; } td, th { padding: .2rem .5rem; text-align: right; }
+</style>'''
+
+
+def write_markdown(path, tables):
+    texts = []
+    for table in tables:
+        align = ['left'] + ['right'] * (table['rows'].shape[1] - 1)
+        rows = table['rows'].to_markdown(index=False, disable_numparse=True, colalign=align)
+        texts.append(f'### {table["title"]}\n\n{rows}\n\n{table["caption"]}\n')
+    path.write_text('\n'.join(texts), encoding='utf-8')
+
+
+def write_page(path, items, left_out):
+    """Writes report.html, which needs no other file; `left_out` are lines about runs that are not in it."""
+    page = f'{STYLE}<h1>{path.resolve().parent.name}</h1>\n<p>{"<br>".join(left_out)}</p>\n'
+    for item in items:
+        page += f'<h2>{item["title"]}</h2>\n<p>{item["caption"]}</p>\n'
+        if 'rows' in item:
+            page += f'<div>{item["rows"].to_html(index=False, escape=False, border=0)}</div>\n'
+        else:
+            image = base64.b64encode(item['file'].read_bytes()).decode()
+            page += f'<img src="data:image/png;base64,{image}">\n'
+    path.write_text(page, encoding='utf-8')
