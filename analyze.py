@@ -25,7 +25,17 @@ import torch
 
 from analysis import report
 from model import GPT, gpt_config, head_loss, summarize
-from train import MAY_CHANGE, SHARD, Windows, check, fingerprint, read_checkpoint, read_json, save, whole
+from train import (
+    MAY_CHANGE,
+    SHARD,
+    Windows,
+    check,
+    fingerprint,
+    nonnegative_int,
+    read_checkpoint,
+    read_json,
+    save,
+)
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
@@ -139,7 +149,7 @@ def measure_run(folder):
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
-    tokens = torch.from_numpy(windows[windows.spread(min(POSITIONS, config['test_tokens']))])
+    tokens = torch.from_numpy(windows[windows.evenly_spaced(min(POSITIONS, config['test_tokens']))])
     measured = {'model': model_hash, **measure_model(gpt, tokens)}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
         save(measured, f'{folder}/{STATISTICS}')
@@ -270,7 +280,8 @@ add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead
 add('--out', type=user_path, help='folder to write to (default: results/NAME OF THE INPUT)')
 add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, NAME or NAME@REVISION")
 add('--text', type=user_path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
-add('--positions', type=whole, default=16384, help='with --hf: tokens of --text (16384); 0: E alone')
+add('--positions', type=nonnegative_int, default=16384,
+    help='with --hf: tokens of --text (16384); 0: E alone')
 
 
 def main(argv=None):

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow.parquet
 import tiktoken
 
-from train import SHARD, check, lock_folder, read_json, read_shard, save, shard_length, whole
+from train import SHARD, check, lock_folder, positive_int, read_json, read_shard, save, shard_length
 
 parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbrev=False,
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -31,10 +31,11 @@ add('--name', help='config of FineWeb (None: sample-100BT), or dataset of shards
 add('--files', type=os.path.expanduser, help='quoted glob: .txt, .jsonl or .parquet (column: text)')
 add('--out', type=os.path.expanduser, help='folder of the shards (None: data/fineweb or data/stdlib)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes works offline')
-add('--tokens', type=whole, default=13_200_000_000, help='to train on')
-add('--val_tokens', type=whole, help='in the val shard (None: 10.5e6; of stdlib at most half; local: 1e5)')
-add('--shard_tokens', type=whole, default=100_000_000, help='in a train shard, of 2 bytes each')
-add('--workers', type=whole, default=os.cpu_count(), help='tokenizing threads')
+add('--tokens', type=positive_int, default=13_200_000_000, help='to train on')
+add('--val_tokens', type=positive_int,
+    help='in the val shard (None: 10.5e6; of stdlib at most half; local: 1e5)')
+add('--shard_tokens', type=positive_int, default=100_000_000, help='in a train shard, of 2 bytes each')
+add('--workers', type=positive_int, default=os.cpu_count(), help='tokenizing threads')
 
 
 def golden_order(items):

@@ -44,7 +44,7 @@ def main(argv=None):
     train.parser.set_defaults(vocab_size=50304)  # whatever the data
     args = train.parser.parse_args(argv)
     methods = args.methods.split(',')
-    settings = [train.settle(argparse.Namespace(**{**vars(args), 'method': name})) for name in methods]
+    settings = [train.resolve_args(argparse.Namespace(**{**vars(args), 'method': name})) for name in methods]
     args = settings[0]
     torch.set_num_threads(args.threads or torch.get_num_threads())
     steps = [training_step(args) for args in settings]

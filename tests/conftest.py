@@ -37,13 +37,13 @@ def execute(*command, cwd=ROOT, status=0, **env):
 
 
 def refused(call, *named):
-    """Asserts that call() exits with status 2, usage and one line that names each of `named`."""
+    """Asserts that call() exits with status 2 and one line, after argparse's usage, that names all `named`."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as caught:
         call()
     traceback.clear_frames(caught.tb)  # which hold main's variables, and with them the folder's lock
-    usage, line = printed.getvalue().splitlines()
-    assert caught.value.code == 2 and usage.startswith('usage: '), line
+    *usage, line = printed.getvalue().splitlines()
+    assert caught.value.code == 2 and ': error: ' in line and len(usage) <= 1, line
     assert all(str(name) in line for name in named), line
 
 

@@ -14,14 +14,14 @@ from small_runs import SMALL, shard
 # Flags -> what the line must contain. {bad} is a folder of the FILES below.
 FLAGS = {train: '''
     --lam=1 -> --lam, --method=baseline
-    --lr=nan -> --lr, above 0
-    --lr=0 -> --lr, above 0
-    --warmup=-1 -> --warmup, at least 0
+    --lr=nan -> --lr, positive float
+    --lr=0 -> --lr, positive float
+    --warmup=-1 -> --warmup, non-negative int
     --beta1=1 -> --beta1
     --min_lr=1 -> --min_lr=1, --lr
     --rope_fraction=2 -> --rope_fraction
     --seed=5000000000 -> --seed
-    --steps=1.5 -> --steps
+    --steps=1.5 -> --steps, positive int
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
     --n_embd=30 --n_head=4 -> --n_embd, --n_head

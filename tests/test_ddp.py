@@ -83,5 +83,5 @@ def test_refusal_under_torchrun(corpus, tmp_path):
     torchrun(*SMALL, '--batch_size=3', f'--data={corpus}', f'--out={tmp_path}/run',
              status=1, stderr=tmp_path / 'stderr')
     printed = (tmp_path / 'stderr').read_text()
-    assert printed.count('usage: ') == printed.count('error: --batch_size=3') == 1
+    assert printed.count('train.py: error: --batch_size=3') == 1
     assert not (tmp_path / 'run').exists()

@@ -19,7 +19,7 @@ def settings(*flags):
     """Of a command, whatever the vocabulary of the data."""
     args = train.parser.parse_args(flags)
     V, args.vocab_size = args.vocab_size, None
-    train.settle(args).vocab_size = V
+    train.resolve_args(args).vocab_size = V
     return args
 
 

@@ -111,7 +111,7 @@ def test_other_settings_or_data(corpus, begun, tmp_path):
     del parts['config']['rope_fraction']
     train.save(parts, f'{begun}/ckpt.pt')
     before = folder_hash(tmp_path)
-    for flag, name in ((f'--data={other}', 'data_fingerprint'), ('--lr=1', 'lr'),
+    for flag, name in ((f'--data={other}', 'data_checksum'), ('--lr=1', 'lr'),
                        ('--rope_fraction=1', 'rope_fraction')):
         refused(lambda: train.main(flags_of(corpus, begun, flag)), begun, f'{name}=')  # noqa: B023
         assert folder_hash(tmp_path) == before

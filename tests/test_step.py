@@ -15,7 +15,7 @@ def settled(tmp_path, monkeypatch):
     """settled(*flags): the settings of a command, with data of GPT-2's vocabulary, as if on a GPU."""
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'NVIDIA H100')
-    return lambda *flags: train.settle(train.parser.parse_args([f'--data={tmp_path}', *flags]))
+    return lambda *flags: train.resolve_args(train.parser.parse_args([f'--data={tmp_path}', *flags]))
 
 
 def test_defaults_are_appendix_a(settled):
@@ -107,7 +107,7 @@ def test_a_run_written_out(method, clip, more, corpus_of_60, monkeypatch):
         return forward(val_windows[[i * 56 // n for i in range(n)]])[0].item()
 
     moments = {p: (0, 0) for p in gpt.parameters()}
-    expected = [{'step': 0, 'test_loss': val_loss(10)}]
+    expected = [{'step': 0, 'val_loss': val_loss(10)}]
     for t, lr in enumerate(rates, 1):
         loss, reg, logits = forward(train_windows[train.batch_windows(5, t, 4, 74 + 48)])
         gradients = torch.autograd.grad(loss + reg, list(moments))
@@ -126,7 +126,7 @@ def test_a_run_written_out(method, clip, more, corpus_of_60, monkeypatch):
         if t in (1, 3, 6, 8):
             expected.append({**line, 'mu_norm': gpt.E.mean(dim=0).norm()})
         if t == 4:
-            expected.append({'step': 4, 'test_loss': val_loss(10)})
+            expected.append({'step': 4, 'val_loss': val_loss(10)})
     expected.append({'step': 8, 'test_loss': val_loss(56)})
 
     close(load(run)['model'], dict(gpt.state_dict()), rtol=1e-9, atol=1e-12)
@@ -136,6 +136,6 @@ def test_a_run_written_out(method, clip, more, corpus_of_60, monkeypatch):
         values = {name: float(value) for name, value in right.items()}
         assert {name: entry[name] for name in values} == pytest.approx(values, rel=1e-9, abs=1e-12)
     n_params = sum(p.numel() for p in gpt.parameters() if p is gpt.E or p is not gpt.wte.weight)
-    result = {'n_params': n_params, 'init_loss': log[0]['test_loss'], 'test_loss': log[-1]['test_loss'],
+    result = {'n_params': n_params, 'init_loss': log[0]['val_loss'], 'test_loss': log[-1]['test_loss'],
               'model_step': 8}
     assert result.items() <= result_of(run).items()

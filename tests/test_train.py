@@ -32,7 +32,8 @@ def test_what_a_run_leaves(whole, trained, tmp_path):
                                       'model_40.pt', 'result.json'}
     log, result, saved = log_of(whole), result_of(whole), load(whole)
     assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 41, 5)]
-    assert [e['step'] for e in log if 'test_loss' in e] == [0, 10, 20, 30, 40]
+    assert [e['step'] for e in log if 'val_loss' in e] == [0, 10, 20, 30]
+    assert [e['step'] for e in log if 'test_loss' in e] == [40]
     assert set(saved) == {'model', 'step', 'config'} and saved['step'] == result['model_step'] == 40
     assert saved['config'] == train.read_json(f'{whole}/config.json')
     assert_same(saved['model'], load(whole, 'model_40.pt')['model'])
@@ -65,7 +66,7 @@ def test_diverged_run(method, log_every, ckpt_every, last_line, trained, monkeyp
 def test_a_gradient_that_is_not_finite(trained, monkeypatch):
     norms = iter([torch.tensor(x) for x in (1.0, 1.0, torch.inf)])
     monkeypatch.setattr(torch.nn.utils, 'clip_grad_norm_', lambda *_: next(norms))
-    out = trained('run', '--steps=30')
+    out = trained('run', '--steps=30', '--ckpt_every=0')
     assert log_of(out)[-1]['step'] == 3 and load(out)['step'] == 0
 
 

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import train  # noqa: E402
-from model import METHODS, SIZES, make_model  # noqa: E402
+from model import METHODS, SIZES  # noqa: E402
 
 METHODS_OF_BOTH = ['baseline', 'z_loss', 'mu_loss', 'mu_centering']
 BATCH, T, V = 4, 64, 320
@@ -41,7 +41,7 @@ def our_settings(method, tying, dtype, **more):
 
 
 def our_model(args):
-    model, optimizer = make_model(args)
+    model, optimizer = train.make_model(args)
     return model.to(torch.float64 if args.dtype == 'float64' else torch.float32), optimizer
 
 
