@@ -109,6 +109,7 @@ def test_drift(fake):
     assert heads == {*product(('baseline', 'mu_centering'), ('bfloat16', 'float32')), ('mu_loss', 'bfloat16')}
     assert sorted(run.seed for run in runs) == 5 * [1] + 5 * [2] + 5 * [3]
     assert {(run.lr, run.steps, run.batch_size, run.block_size) for run in runs} == {(0.3, 12500, 8, 512)}
+    assert {(run.eval_tokens, run.test_tokens) for run in runs} == {(2**20, 10 * 2**20)}
     assert 'out/drift_16M/16M-untied-baseline-lr0.3-s2-fp32head' in {run.out for run in runs}
     assert ' --tokens=1e8 --val_tokens=1e6 --out=none\n' in fake.run(2, grid='drift', DATA='none')[1]
     assert ', 6 at a time' in fake.run(grid='drift', METHODS='baseline', LRS='1e-1', JOBS='')[0]
