@@ -37,7 +37,7 @@ def execute(*command, cwd=ROOT, status=0, **env):
 
 
 def refused(call, *named):
-    """Asserts that call() exits with status 2 and one line, after argparse's usage, that names all `named`."""
+    """Asserts that call() exits with status 2 and one line, after a usage, that names each of `named`."""
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as caught:
         call()

@@ -24,7 +24,7 @@ def settings(*flags):
 
 
 def test_published_sizes():
-    """Their parameters, and the FLOP of a batch at 16M."""
+    """Their parameters, the FLOP of a batch at 16M, the cards' peaks."""
     with torch.device('meta'):
         for size, millions in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
             for tying in (False, True):
@@ -32,6 +32,9 @@ def test_published_sizes():
                 assert round(n / 1e6, 1) == millions
         gpt = GPT(GPTConfig(**SIZES['16M']))
     assert gpt.mfu(64 * 2048, 'NVIDIA A100-SXM4-80GB') == pytest.approx(1.44e13 / 312e12, rel=2e-3)
+    a100 = 312 * gpt.mfu(1, 'NVIDIA A100-SXM4-80GB')
+    for name in ('NVIDIA H100 80GB HBM3', 'NVIDIA H200'):
+        assert 989 * gpt.mfu(1, name) == pytest.approx(a100)
     assert gpt.mfu(64 * 2048, 'cpu') is None
 
 
@@ -121,9 +124,13 @@ def test_dtypes():
     attn, mlp = gpt.blocks[0].attn, gpt.blocks[0].mlp
     for module in (attn.qkv, attn.norm_q, attn.norm_k, attn.proj, mlp.gate, mlp.down):
         module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    stream = []
+    for module in (gpt.blocks[0].norm_1, gpt.blocks[0].norm_2, gpt.norm_f):
+        module.register_forward_hook(lambda _, inputs, output: stream.append(inputs[0].dtype))
     gpt(*token_batch(0))[0].backward()
     low, fp32 = torch.bfloat16, torch.float32
     assert seen == [low, fp32, fp32, low, low, low]
+    assert stream == 3 * [fp32]  # the residual stream, from the embedding on
     assert all(p.dtype == p.grad.dtype == fp32 for p in gpt.parameters())
 
 

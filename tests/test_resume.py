@@ -93,27 +93,71 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
     """Damaged, of another program, or with a Path: in a pickle that is a call of any function of Python's."""
     good = (begun / 'ckpt.pt').read_bytes()
     parts = load(begun, 'ckpt.pt')
-    for content in (good[:-1], [1, 2], {**parts, 'more': Path('x')}, {'model': {}}):
+    middle = len(good) // 2
+    flipped = good[:middle] + bytes(255 - byte for byte in good[middle:middle + 400]) + good[middle + 400:]
+    for content in (good[:-1], flipped, [1, 2], {**parts, 'more': Path('x')}, {'model': {}}):
         torch.save(content, begun / 'ckpt.pt')
         if isinstance(content, bytes):
             (begun / 'ckpt.pt').write_bytes(content)
         before = folder_hash(begun)
+        with pytest.raises(ValueError, match='ckpt.pt'):
+            train.read_checkpoint(f'{begun}/ckpt.pt')
         refused(lambda: train.main(flags_of(corpus, begun)), 'ckpt.pt')
+        source = f'--init_from={begun}/ckpt.pt'
+        refused(lambda: train.main(flags_of(corpus, f'{begun}2', source)), 'ckpt.pt')  # noqa: B023
         assert folder_hash(begun) == before
 
 
-def test_other_settings_or_data(corpus, begun, tmp_path):
-    """They are refused, but not another place; the checkpoint is of code that lacked one of the flags."""
+def test_other_data(corpus, begun, tmp_path):
+    """
+    It is refused, but not another place. A run of 96e0adf, without data_checksum, resumes if its fingerprint
+    is right; so does one of code that lacked a flag, which then had its default.
+    """
     other, moved = (shutil.copytree(corpus, tmp_path / name) for name in ('other', 'moved'))
-    path = other / 'stdlib_train_000001.bin'
-    path.write_bytes(shard([*train.read_shard(path)[:-1], 0]))
-    parts = load(begun, 'ckpt.pt')
-    del parts['config']['rope_fraction']
-    train.save(parts, f'{begun}/ckpt.pt')
-    before = folder_hash(tmp_path)
-    for flag, name in ((f'--data={other}', 'data_checksum'), ('--lr=1', 'lr'),
-                       ('--rope_fraction=1', 'rope_fraction')):
-        refused(lambda: train.main(flags_of(corpus, begun, flag)), begun, f'{name}=')  # noqa: B023
+    for split, i in (('val_000000', 7000), ('train_000001', 10_005)):
+        path = other / f'stdlib_{split}.bin'
+        tokens = train.read_shard(path)
+        path.write_bytes(shard([*tokens[:i], tokens[i] ^ 1, *tokens[i + 1:]]))
+        before = folder_hash(tmp_path)
+        refused(lambda: train.main(flags_of(other, begun)), f'{begun}/ckpt.pt has data_checksum=')
         assert folder_hash(tmp_path) == before
+        path.write_bytes(shard(tokens))
+    path.write_bytes(shard([*tokens[:-1], 0]))
+    parts = load(begun, 'ckpt.pt')
+    del parts['config']['rope_fraction'], parts['config']['data_checksum']
+    train.save(parts, f'{begun}/ckpt.pt')
+    refused(lambda: train.main(flags_of(other, begun)), 'data_fingerprint=')
+    refused(lambda: train.main(flags_of(moved, begun, '--rope_fraction=1')), 'rope_fraction=')
     train.main(flags_of(moved, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert (begun / 'result.json').exists()
+
+
+OTHER = {  # of every flag a value that test_what_may_change's run does not have
+    'method': 'mu_loss', 'lam': 1, 'cap': 5, 'mu_shift': 1, 'size': '16M', 'weight_tying': '', 'n_layer': 2,
+    'n_embd': 64, 'n_head': 2, 'vocab_size': 512, 'block_size': 16, 'rope_fraction': 1, 'lr': 1, 'min_lr': 0,
+    'warmup': 3, 'steps': 50, 'batch_size': 8, 'beta1': 0.8, 'beta2': 0.9, 'eps': 1e-7, 'grad_clip': 0,
+    'seed': 2, 'dtype': 'bfloat16', 'logits_dtype': 'bfloat16', 'init_from': 'x', 'log_every': 2,
+    'eval_every': 7, 'eval_tokens': 64, 'test_tokens': 64}
+MAY_CHANGE = {'device': 'cpu', 'micro_batch_size': 1, 'compile': '', 'threads': 2, 'data': 'moved',
+              'out': 'run', 'ckpt_every': 7, 'keep_every': 7, 'wandb': 'x'}
+
+
+def test_what_may_change(corpus, tmp_path, monkeypatch):
+    """On resume: each flag is refused, by its name, or passes; so do what the machine and the code are."""
+    begun = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, 'run', lambda args, *_: begun.append(args))
+    shutil.copytree(corpus, 'moved')
+    flags = [*SMALL, '--method=z_loss', '--steps=40', f'--data={corpus}', '--out=before']
+    train.main(flags)
+    machine = dict.fromkeys(['device', 'processes', 'torch', 'device_name', 'commit'], 'another')
+    for folder in ('before', 'run'):
+        os.makedirs(folder, exist_ok=True)
+        train.save({'model': {}, 'step': 1, 'config': vars(begun[0]) | machine}, f'{folder}/ckpt.pt')
+    for name, value in {**OTHER, **MAY_CHANGE}.items():
+        flag = f'--{name}={value}' if value != '' else f'--{name}'
+        if name in OTHER:
+            refused(lambda: train.main([*flags, flag]), f'before/ckpt.pt has {name}=')  # noqa: B023
+        else:
+            train.main([*flags, flag])
+    assert len(begun) == 1 + len(MAY_CHANGE)

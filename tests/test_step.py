@@ -1,5 +1,7 @@
 """What a run computes: defaults, data, batch order, the step, and all of a run written out."""
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 import train
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
-from test_facts import close, equations, tiny_gpt
+from test_facts import close, equations, tiny_gpt, token_batch
 
 
 @pytest.fixture
@@ -23,11 +25,34 @@ def test_defaults_are_appendix_a(settled):
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
         batch_size=64, block_size=2048, size='16M', n_layer=6, n_embd=224, n_head=4, vocab_size=50304,
         weight_tying=False, rope_fraction=0.5, method='baseline', lam=None, cap=None, mu_shift=0.0,
-        device='cuda', compile=True, eval_tokens=1_048_576, test_tokens=10_485_760, seed=1)
+        device='cuda', compile=True, eval_every=5000, eval_tokens=1_048_576, test_tokens=10_485_760, seed=1,
+        ckpt_every=1000)
     args = vars(settled())
     assert {name: args[name] for name in expected} == expected
     assert {settled(f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
+    assert settled('--method=max_z_loss').lam == 2e-4 and settled('--method=cosine_reg').lam == 1
     assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
+    sizes = {'16M': (6, 224), '29M': (9, 320), '57M': (12, 480), '109M': (15, 640), '221M': (21, 832)}
+    for size, (n_layer, n_embd) in sizes.items():
+        args = settled(f'--size={size}')
+        assert (args.n_layer, args.n_embd, args.n_head) == (n_layer, n_embd, 4)
+    assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
+
+
+def test_commit(settled, tmp_path, monkeypatch):
+    """It is that of the code, wherever it is called."""
+    expected = settled().commit
+    monkeypatch.chdir(tmp_path)
+    assert settled().commit == expected and len(expected) >= 40
+
+
+def test_every_gradient_is_cleared():
+    """Also those of parameters that another optimizer has."""
+    gpt = tiny_gpt()
+    optimizer = torch.optim.AdamW([gpt.E], fused=True)
+    args = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmup=0, steps=9)
+    train.train_step(gpt, optimizer, [token_batch(0)], 1, args)
+    assert all(p.grad is None for p in gpt.parameters())
 
 
 @pytest.mark.parametrize('flags, unit, dtype, micro_batch', [
@@ -57,6 +82,21 @@ def test_fingerprint(tmp_path):
     tokens = np.random.RandomState(0).randint(0, 2**16, 100_000)
     (tmp_path / 'shard').write_bytes(shard(tokens))
     assert train.fingerprint([(str(tmp_path / 'shard'), 100_000)]) == '57dbe8e8136aa5c0'
+
+
+def test_checksum(tmp_path):
+    """Of val shards it sees every token, of a train shard 16 blocks of 8,192."""
+    path, n = str(tmp_path / 'shard'), 400_000
+    tokens = np.random.RandomState(0).randint(0, 2**16, n)
+
+    def checksums():
+        Path(path).write_bytes(shard(tokens))
+        return [train.checksum([], [(path, n)]), train.checksum([(path, n)], [])]
+    before = checksums()
+    for i, of_train in ((0, 1), (24_999, 0), (25_000, 1), (33_191, 1), (375_000, 1), (n - 1, 0)):
+        tokens[i] ^= 1
+        assert [a != b for a, b in zip(before, checksums(), strict=True)] == [True, of_train]
+        tokens[i] ^= 1
 
 
 @pytest.fixture
