@@ -1,4 +1,8 @@
-"""results.csv, curves.csv -> the tables of README.md, in the terminal, and figure.png"""
+"""
+runs.csv and curves.csv -> the tables of README.md, in the terminal, and figure.png. The same for runs of your
+own, finished or not: python results/drift/drift.py out/drift_16M, with the figure out/drift_16M/drift.png.
+"""
+import json
 import sys
 from pathlib import Path
 
@@ -10,66 +14,107 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from analysis import report  # noqa: E402
 
-NAMES = {**report.NAMES, 'zipf_centering': 'Zipf-centering'}  # of older code
-COLORS = {**report.COLORS, 'zipf_centering': '#0B6623'}
+# with a method of older code and the forks of the head with fp32 logits
+COLORS = {**report.COLORS, 'zipf_centering': '#0B6623', 'inputs rounded': '#0C5DA5',
+          'logits and gradient rounded': '#845B97', 'rounded without mu': '#9E9E9E'}
+STATISTICS = ['mu_norm', 'logit_mean', 'logit_mean_spread']
+COLUMNS = ['run', 'step', 'loss', 'val_loss', 'test_loss', *STATISTICS, 'logit_max', 'tokens_per_second']
 
-RUNS = ['baseline-s1', 'baseline-s2', 'baseline-fp32head-s1', 'mu_loss-s1', 'mu_centering-s1',
-        'mu_centering-s2', 'zipf_centering-s1']
-PAIRS = [('baseline-s1', 'baseline-fp32head-s1'), ('baseline-s1', 'mu_loss-s1'),
-         ('baseline-s1', 'mu_centering-s1'), ('baseline-s2', 'mu_centering-s2')]
-CUT_OFF = 11_904  # the last line of baseline-fp32head-s1
-EVALUATED = 11_250  # the last evaluation before it
-PUBLISHED = 331  # ‖μ‖ of the authors' 16M baseline after 100,000 steps at this learning rate
-
-
-def label(run):
-    """'mu_loss-s1' -> 'μ-loss, seed 1'"""
-    method, *fp32, seed = run.split('-')
-    return ', '.join([NAMES.get(method, method), *['fp32 logits' for _ in fp32], f'seed {seed[1:]}'])
+# Runs that share these are compared at equal steps; those that share card and seed too read the same batches.
+SETTINGS = ['size', 'weight_tying', 'lr', 'steps', 'batch_size', 'block_size']
+PUBLISHED = 331  # ‖μ‖ of the authors' 16M baseline after 100,000 steps at a learning rate of 0.3
 
 
-def at_equal_steps(results, curves):
-    """Test losses, and means of the log lines of the 1,000 steps before the first run ended."""
-    tests = curves.pivot_table(index='run', columns='step', values='test_loss')
-    lines = curves[curves.step.between(CUT_OFF - 999, CUT_OFF)].groupby('run')
-    rows = lines[['mu_norm', 'logit_mean', 'logit_mean_spread']].mean().round(1) + 0.0  # + 0: no '-0.0'
-    rows.insert(0, f'test loss at {EVALUATED}', tests[EVALUATED].round(3))
-    rows.insert(1, 'at the end', results.set_index('run').test_loss.round(3))
-    return rows.loc[RUNS].rename(label)
+def read_folder(folder):
+    """The settings of the runs in a folder that sweep.sh wrote, a row each, and all lines of their logs."""
+    runs, curves = [], []
+    for path in sorted(Path(folder).glob('*/config.json')):
+        config = json.loads(path.read_text())
+        log = pd.DataFrame([json.loads(line) for line in path.with_name('log.jsonl').open()])
+        if 'val_loss' not in log:  # code up to 96e0adf calls every evaluation test_loss
+            log = log.rename(columns={'test_loss': 'val_loss'})
+        runs.append({**config, 'run': path.parent.name, 'card': config['device_name']})
+        curves.append(log.assign(run=path.parent.name))
+    if not runs:
+        sys.exit(f'error: no runs in {folder}')
+    return pd.DataFrame(runs), pd.concat(curves).reindex(columns=COLUMNS)
 
 
-def gaps(curves):
-    """Training loss of the baseline minus that of a run of its seed, which read the same batches."""
-    lines = curves.dropna(subset='loss').pivot(index='step', columns='run')
-    columns = {f'‖μ‖, {label(run)}': lines.mu_norm[run] for run in ('baseline-s1', 'baseline-s2')}
-    columns |= {f'minus {label(run)}': lines.loss[baseline] - lines.loss[run] for baseline, run in PAIRS}
-    columns = pd.DataFrame(columns)
-    return pd.DataFrame({f'{first} to {last}': columns.loc[first:last].mean() for first, last in
-                         ((1, 1000), (1001, 4000), (4001, 8000), (8001, CUT_OFF))}).round(2)
+def with_baselines(runs):
+    """The runs, and as `baseline` the name of the run with bf16 logits that read the same batches, or NaN."""
+    batches = ['card', *SETTINGS, 'seed']
+    baselines = runs[(runs.method == 'baseline') & (runs.logits_dtype == 'bfloat16')]
+    baselines = baselines[[*batches, 'run']].rename(columns={'run': 'baseline'})
+    return runs.merge(baselines, how='left', on=batches, validate='many_to_one')
 
 
-def draw(curves):
-    """Three panels against the step, a line for each run."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4.2), layout='constrained')
-    panels = {'test_loss': 'test loss', 'mu_norm': '‖μ‖',
-              'logit_mean_spread': 'spread of the mean logit'}
-    for ax, (column, title) in zip(axes, panels.items(), strict=True):
-        for run in RUNS:
-            rows = curves[(curves.run == run) & (curves.step > 0)].dropna(subset=column)
-            y = rows[column].rolling(10).mean() if column == 'logit_mean_spread' else rows[column]
-            line = ':' if 'fp32' in run else '--' if run.endswith('s2') else '-'
-            ax.plot(rows.step, y, line, color=COLORS[run.split('-')[0]], linewidth=1.4, label=label(run))
-        ax.set(title=title, xlabel='step', xlim=(0, 12_600))
-    axes[1].axhline(PUBLISHED, color='black', linewidth=0.8)
-    axes[1].text(12_400, PUBLISHED - 6, "the authors' run at its end", ha='right', va='top', fontsize=8)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4)
-    figure.savefig(HERE / 'figure.png', dpi=140)
+def pivot(curves, column):
+    """A row for each step, a column for each run."""
+    return curves.dropna(subset=column).pivot(index='step', columns='run', values=column)
+
+
+def gaps(runs, values):
+    """For each run the baseline's `values` minus its own: above 0 where the baseline is worse."""
+    baselines = values.reindex(columns=runs.baseline).set_axis(runs.run, axis=1)
+    return baselines - values.reindex(columns=runs.run)
+
+
+def at_equal_steps(runs, curves):
+    """Val losses at the last step where all have one, means over the last quarter of their common steps."""
+    lines = curves.dropna(subset='loss')
+    last = lines.groupby('run').step.max()
+    quarter = lines[lines.step.between(last.min() * 3 / 4, last.min(), inclusive='right')]
+    val_loss = pivot(curves, 'val_loss').dropna()
+    step = val_loss.index[-1]
+    means = quarter.groupby('run')[STATISTICS].mean()
+    return pd.DataFrame({
+        f'val loss at {step}': val_loss.loc[step].round(3),
+        'baseline minus run': gaps(runs, val_loss).loc[step].round(3),
+        'in training loss': gaps(runs, pivot(quarter, 'loss')).mean().round(3),
+        '‖μ‖': means.mu_norm.round(1),
+        'mean logit': means.logit_mean.round(1) + 0.0,  # + 0: no '-0.0'
+        'spread': means.logit_mean_spread.round(1),
+        f'first above {PUBLISHED}': lines[lines.mu_norm > PUBLISHED].groupby('run').step.min(),
+        'last step': last,
+        '‖μ‖ then': lines.groupby('run').mu_norm.last().round(1),
+        'largest |logit|': lines.groupby('run').logit_max.last().round(1),
+        'test loss': curves.groupby('run').test_loss.max().round(3),
+        'tokens/s': lines.groupby('run').tokens_per_second.median().round(),
+    }).reindex(runs.run)
+
+
+def draw(runs, curves, path):
+    """A row of panels for each card and batch size, a line for each run, thin with fp32 logits."""
+    panels = {'val_loss': 'val loss', 'mu_norm': '‖μ‖', 'logit_mean': 'mean logit, over ten lines'}
+    groups = runs.groupby(['card', 'batch_size', 'block_size'], sort=False)
+    size = (14, 3.2 * len(groups))
+    figure, axes = plt.subplots(len(groups), 3, figsize=size, layout='constrained', squeeze=False)
+    for row, ((card, batch, block), group) in zip(axes, groups, strict=True):
+        for ax, (column, title) in zip(row, panels.items(), strict=True):
+            for run in group.itertuples():
+                part = curves[(curves.run == run.run) & (curves.step > 0)].dropna(subset=column)
+                y = part[column].rolling(10).mean() if column == 'logit_mean' else part[column]
+                ax.plot(part.step, y, color=COLORS.get(run.method, 'black'), label=run.run,
+                        linestyle=['-', '--', ':', '-.'][(run.seed - 1) % 4],
+                        linewidth=0.7 if run.logits_dtype == 'float32' else 1.5)
+            ax.set(title=f'{title}: {card}, {batch} x {block} tokens', xlabel='step')
+        row[1].axhline(PUBLISHED, color='black', linewidth=0.8)
+        row[1].text(0, PUBLISHED, "authors' run, end", va='bottom', fontsize=8)
+        row[2].legend(loc='center left', bbox_to_anchor=(1, 0.5), fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == '__main__':
-    results, curves = pd.read_csv(HERE / 'results.csv'), pd.read_csv(HERE / 'curves.csv')
-    print(at_equal_steps(results, curves).to_string(), gaps(curves).to_string(), sep='\n\n')
-    passed = curves[(curves.mu_norm > PUBLISHED) & curves.run.isin(RUNS[:3])]
-    first_lines = passed.groupby('run').step.min()
-    print('', f'first line with ‖μ‖ > {PUBLISHED}:', first_lines.to_string(), sep='\n')
-    draw(curves)
+    if len(sys.argv) > 1:
+        runs, curves = read_folder(sys.argv[1])
+        figure = Path(sys.argv[1], 'drift.png')
+    else:
+        runs, curves = pd.read_csv(HERE / 'runs.csv'), pd.read_csv(HERE / 'curves.csv')
+        figure = HERE / 'figure.png'
+    runs = with_baselines(runs)
+    for _, group in runs.groupby(SETTINGS, sort=False):
+        lines = curves[curves.run.isin(group.run)]
+        print(at_equal_steps(group, lines).to_string(), '', 'val loss, baseline minus run, by step', sep='\n')
+        print(gaps(group, pivot(lines, 'val_loss')).T.round(3).to_string(), end='\n\n')
+    draw(runs, curves, figure)
+    print(figure)
