@@ -21,7 +21,6 @@ os.environ.update(OMP_NUM_THREADS='1', HF_HOME=CACHE.name, HF_HUB_OFFLINE='1',
                   TORCHINDUCTOR_VEC_ISA_OK='1')  # spares torch.compile its trial programs
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 ENV = {**os.environ, 'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']}
 
 # Processes are forked from a server that has imported all this, which takes seconds.

@@ -1,19 +1,30 @@
-"""README.md: its commands, its LRS tables, the method that it adds, how it loads a model."""
+"""
+README.md, which no other test reads: its commands, its LRS tables, the method that it adds, how it loads a
+model, and its lines for anybody's own training loop, which do what train.py does.
+"""
+import itertools
 import re
 import shutil
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import analyze
 import prepare_fineweb
 import train
-from conftest import README, ROOT, execute
-from small_runs import SMALL, shard
+from conftest import ROOT, execute, finish
+from small_runs import SMALL, ranks, shard
+from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
 
+README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser, 'analyze': analyze.parser}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 
@@ -28,11 +39,11 @@ def test_flags_of_commands():
 @pytest.mark.parametrize('tying', ['untied', 'tied'])
 def test_lrs_table(tying):
     """The paper's numbers, underlined where all runs converged."""
-    table = re.search(rf'^{tying} \| 16M .*\n-.*\n((?:.+ \| .+\n)+)', README, re.M)[1]
+    table = re.search(rf'^{tying} *\| *16M.*\n-.*\n((?:.+\|.+\n)+)', README, re.M)[1].replace(' | ', '|')
     paper = pd.read_csv(f'{ROOT}/analysis/paper_lrs.csv').query('tying == @tying').dropna()
     cells = paper.lrs.map('{:.3f}'.format)
     cells = cells.where(paper.converged == 0, '<u>' + cells + '</u>').groupby(paper.variant, sort=False)
-    assert table.splitlines() == [' | '.join([name, *row]) for name, row in cells]
+    assert table.splitlines() == ['|'.join([name, *row]) for name, row in cells]
 
 
 def test_adding_a_method(tmp_path, monkeypatch):
@@ -62,3 +73,163 @@ def test_loading_a_model(tmp_path, monkeypatch):
     exec(code, names)
     assert torch.equal(names['gpt'].E, names['saved']['model']['lm_head.weight'])
     assert names['logits'].shape == (2, 12, 50304)
+
+
+# -------- the lines for other loops
+BLOCK = re.search(r'```python\n(import torch\n.*?)```', README, re.DOTALL)[1]
+*FUNCTIONS, HOOK, CHECK = BLOCK.splitlines()
+NAMES = {}
+exec('\n'.join(FUNCTIONS), NAMES)
+center, mu_loss = NAMES['center'], NAMES['mu_loss']
+METHODS = ('mu_centering', 'mu_loss')
+
+
+def hook(optimizer, model):
+    exec(HOOK, {**NAMES, 'optimizer': optimizer, 'model': model})
+
+
+def shows_0(model):
+    """Whether README's line that checks prints 0, but for rounding."""
+    printed = []
+    exec(CHECK, {**NAMES, 'model': model, 'print': printed.append})
+    E = model.lm_head.weight
+    return (printed[0] <= torch.finfo(E.dtype).eps * E.norm()).item()
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def optimizer_of(gpt, method):
+    optimizer = adamw(gpt.parameters())
+    if method == 'mu_centering':
+        hook(optimizer, gpt)
+    return optimizer
+
+
+def loss_of(gpt, method, batch, model=None):
+    """Of a micro-batch, with README's μ-loss. `model` is what wraps gpt, if anything does."""
+    loss, _ = (model or gpt)(*batch)
+    return loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
+
+
+@pytest.mark.parametrize('tying', [False, True])
+@pytest.mark.parametrize('method', METHODS)
+def test_accumulation_with_scaler(method, tying):
+    """Gradients of four micro-batches, with GradScaler, which multiplies them by 65,536."""
+    gpt, reference = (tiny_gpt(name, weight_tying=tying) for name in ('baseline', method))
+    optimizer = optimizer_of(gpt, method)
+    scaler = torch.amp.GradScaler('cpu')
+    for step in (1, 2, 3):
+        for micro_batch in zip(*(x.split(1) for x in token_batch(step)), strict=True):
+            scaler.scale(loss_of(gpt, method, micro_batch) / 4).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    list(train_steps(reference, method, 3, grad_clip=0))
+    close([*gpt.parameters()], [*reference.parameters()], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('once', [True, False])
+def test_sums_of_token_losses(once):
+    """Two ranks, whose gradients are summed, with two micro-batches each, divided by the tokens of all."""
+    gpt, reference = tiny_gpt(), tiny_gpt('mu_loss')
+    tokens, targets = token_batch(1)
+    for x, t in zip(tokens.chunk(4), targets.chunk(4), strict=True):
+        loss = F.cross_entropy(gpt.logits(x).flatten(0, 1), t.flatten(), reduction='sum') / targets.numel()
+        (loss if once else loss + mu_loss(gpt.E, lam=0.3) / 2 / 2).backward()
+    for _ in range(2 if once else 0):
+        (mu_loss(gpt.E, lam=0.3) / 2).backward()
+    reference(tokens, targets)[0].backward()
+    for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
+        close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+def two_ranks(argv):
+    """DDP and FSDP2, with shards of unequal length."""
+    from torch.distributed.fsdp import fully_shard  # takes a second
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo')
+    rank = dist.get_rank()
+    for wrap, method, tying in itertools.product((DDP, fully_shard), METHODS, (False, True)):
+        gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))
+        model = wrap(gpt)
+        optimizer = optimizer_of(gpt, method)
+        for step in (1, 2, 3):
+            loss_of(gpt, method, [x.chunk(2)[rank] for x in token_batch(step)], model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        list(train_steps(reference, method, 3, grad_clip=0))
+        assert shows_0(gpt) == (method == 'mu_centering')
+        for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
+            close(p.full_tensor() if wrap is fully_shard else p, q, rtol=0, atol=1e-12)
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path):
+    for started in ranks(2, [], tmp_path / 'stderr', main=two_ranks):
+        finish(started, 0)
+
+
+@pytest.mark.parametrize('hooked', ['muon', 'adamw'])
+def test_muon_beside_adamw(hooked):
+    """Only the hook on the optimizer that steps E, which steps last here, leaves it centered."""
+    gpt = tiny_gpt()
+    hidden = [p for p in gpt.blocks.parameters() if p.dim() == 2]
+    others = [p for p in gpt.parameters() if not any(p is q for q in hidden)]
+    optimizers = {'muon': torch.optim.Muon(hidden, lr=0.01), 'adamw': adamw(others)}
+    hook(optimizers[hooked], gpt)
+    loss_of(gpt, 'mu_centering', token_batch(1)).backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    assert shows_0(gpt) == (hooked == 'adamw')
+
+
+def test_lora():
+    """The frozen matrix stays centered, and the merged one, which one evaluates, is not."""
+    h, E, B = normal(generator(0), 64, 16), normal(generator(1), 64, 16), normal(generator(2), 2, 16)
+    A = torch.zeros(64, 2, dtype=E.dtype, requires_grad=True)
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
+    optimizer = adamw([A])
+    hook(optimizer, model)
+    F.cross_entropy(h @ (E + A @ B).T, torch.arange(64) // 2).backward()
+    optimizer.step()
+    assert shows_0(model)
+    E += A.detach() @ B
+    assert not shows_0(model)
+
+
+@pytest.mark.parametrize('centered', ['weights', 'masters'])
+def test_fp32_masters(centered):
+    """An optimizer of fp32 copies, which it copies over the bf16 weights in each step."""
+    masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
+    masters.grad = normal(generator(1), 61, 16).float()
+    optimizer = adamw([masters])
+    for _ in range(2):
+        optimizer.step()
+        weights = masters.detach().bfloat16()
+        center(masters if centered == 'masters' else weights)
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=masters))
+    assert shows_0(model) == (centered == 'masters')
+
+
+def test_check():
+    """It is the norm of the vector: its entries may sum to zero."""
+    E = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
+    assert not shows_0(SimpleNamespace(lm_head=SimpleNamespace(weight=E)))
+
+
+def test_flat_shard():
+    """As FSDP1 makes them: its mean would not be μ."""
+    with pytest.raises(AssertionError, match='FSDP1'):
+        center(torch.ones(64))
+
+
+def test_bias():
+    h, E, bias = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1, normal(generator(2), 61) + 3
+    before, mean_bias = (h @ E.T + bias).softmax(dim=1), bias.mean()
+    center(E)
+    close((h @ E.T + bias).mean(dim=1), mean_bias.expand(5), rtol=0, atol=1e-12)
+    center(E, bias)
+    close((h @ E.T + bias).mean(dim=1), torch.zeros_like(h[:, 0]), rtol=0, atol=1e-12)
+    close((h @ E.T + bias).softmax(dim=1), before, rtol=0, atol=1e-12)
