@@ -18,12 +18,13 @@ WINDOW = 1024  # tokens
 PIECE = 2**18  # characters of a text that are tokenised at a time
 MASKS = ('.attn.bias', '.attention.bias', '.masked_bias', '.causal_mask')  # in old files; they are no weights
 CAPTION = (
-    'e: the V output embeddings, of H numbers each; μ: their mean; mu_norm: ‖μ‖; mean_share: V‖μ‖² / sum of ‖e‖²; '
-    'r_emb: ‖e - μ‖ / ‖e‖, averaged over e. At positions of a text with hidden states h: logit_mean, _std, _absmax: '
-    'mean, spread and largest size of the bf16 logits, averaged over positions; logit_mean_spread: how the mean '
-    'varies; logit_max: the largest of all; r_log, r_cos: the largest logit, or cosine of e and h, with e - μ / '
-    'with e; cos_mu_h: the cosine of μ and h; fp32, bf16: cross entropy in nats by logits in that precision; '
-    'cost: bf16 - fp32; bf16_centered: bf16 with e - μ, another model under a cap.')
+    'e: the output embedding of one of V tokens, with H numbers; μ: their mean. mu_norm: ‖μ‖. mean_share: '
+    'V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖, averaged over tokens. On a text, h: a hidden state that e '
+    'is multiplied by. logit_mean, _std, _absmax: mean, standard deviation and largest size of bf16 logits '
+    'at a position, averaged. logit_mean_spread: how the mean varies. logit_max: the largest size of all. '
+    'r_log, r_cos: the largest e . h, or cosine of e and h, with e - μ / with e. cos_mu_h: cosine of μ and '
+    'h. bf16, fp32: cross entropy in nats, logits in this precision. cost: bf16 - fp32. bf16_centered: with '
+    'e - μ; under a cap that is another model.')
 
 
 def verdict(tied, cap):
@@ -36,7 +37,7 @@ def verdict(tied, cap):
 
 
 def states_and_logits(model, tokens, E):
-    """tokens (n, T) int64 -> the head's inputs h (n T, H), and the model's logits (n, 16, V) of the first 16."""
+    """tokens (n, T) int64 -> the head's inputs h (n T, H), and the logits (n, 16, V) of the first 16."""
     inputs = []
 
     def forward(h):  # in fp32, and so is what the model does to the logits after it, such as a cap
@@ -96,10 +97,9 @@ def measure_model(name, args):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub)
         if tokenizer('a')['input_ids'] == tokenizer('b')['input_ids']:
-            raise ValueError('what transformers makes instead has no vocabulary')
+            raise ValueError('transformers makes one without a vocabulary')
     except (ImportError, OSError, ValueError) as error:
-        why = ' '.join(str(error).split())
-        check(False, f'--hf={name}: has no tokenizer; --positions=0 measures E alone ({why})')
+        check(False, f'--hf={name}: no tokenizer: --positions=0 gives E alone ({" ".join(str(error).split())})')
     windows = read_text(model, tokenizer, args.text, args.positions).to(E.device)
     check(windows.max() < len(E), f'--hf={name}: its tokenizer makes token {windows.max()}, of only {len(E)}')
 
@@ -119,7 +119,7 @@ def measure_model(name, args):
 
 
 def measure_models(args, out):
-    """Writes models.csv, prints the verdicts -> the table of the report, a line for each model or revision."""
+    """Writes models.csv and prints the verdicts -> the table of the report."""
     measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
     write_csv(out / 'models.csv', measured)
     advice = [f'{m.model}: {m.tying}, cap {m.cap}. {m.verdict}' for m in measured.itertuples()]
