@@ -79,7 +79,7 @@ def measure_model(name, args):
     model.eval().to('cuda' if torch.cuda.is_available() else 'cpu')
     head = model.get_output_embeddings()
     plain = type(head) is torch.nn.Linear and head.bias is None and type(head.weight) is torch.nn.Parameter
-    check(plain and head.weight.dtype in (torch.float32, torch.bfloat16, torch.float16),  # others are codes
+    check(plain and head.weight.dtype in (torch.float32, torch.bfloat16, torch.float16),  # others hold codes
           f'--hf={name}: its head is not a floating matrix E without a bias, but {str(head).splitlines()[0]}')
     E = head.weight.float()
     tied = torch.equal(model.get_input_embeddings().weight.float(), E)  # whatever its config says
@@ -99,7 +99,7 @@ def measure_model(name, args):
         if tokenizer('a')['input_ids'] == tokenizer('b')['input_ids']:
             raise ValueError('transformers makes one without a vocabulary')
     except (ImportError, OSError, ValueError) as error:
-        check(False, f'--hf={name}: no tokenizer: --positions=0 gives E alone ({" ".join(str(error).split())})')
+        check(False, f'--hf={name}: no tokenizer; --positions=0 for E alone ({" ".join(str(error).split())})')
     windows = read_text(model, tokenizer, args.text, args.positions).to(E.device)
     check(windows.max() < len(E), f'--hf={name}: its tokenizer makes token {windows.max()}, of only {len(E)}')
 
