@@ -1,9 +1,8 @@
 """
-The paper's quantities of causal language models that others trained, and what BF16 and centering cost them.
-No code that comes with a model is run.
+The paper's quantities of causal language models that others trained, what BF16 and centering cost them, and
+whether to center them. No code that comes with a model is run.
 """
 import os
-from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -17,48 +16,56 @@ from train import check
 
 WINDOW = 1024  # tokens
 PIECE = 2**18  # characters of a text that are tokenised at a time
-CAPTION = ('mean_share: V‖μ‖² / ‖E‖². fp32, bf16: cross entropy in nats by a head in that '
-           'precision; cost: bf16 - fp32. bf16_centered: with E - μ, another model under a cap. (Section 3)')
+MASKS = ('.attn.bias', '.attention.bias', '.masked_bias', '.causal_mask')  # in old files; they are no weights
+CAPTION = (
+    'e: the output embedding of one of V tokens, with H numbers; μ: their mean. mu_norm: ‖μ‖. mean_share: '
+    'V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖, averaged over tokens. On a text, h: a hidden state that e '
+    'is multiplied by. logit_mean, _std, _absmax: mean, standard deviation and largest size of bf16 logits '
+    'at a position, averaged. logit_mean_spread: how the mean varies. logit_max: the largest size of all. '
+    'r_log, r_cos: the largest e . h, or cosine of e and h, with e - μ / with e. cos_mu_h: cosine of μ and '
+    'h. bf16, fp32: cross entropy in nats, logits in this precision. cost: bf16 - fp32. bf16_centered: with '
+    'e - μ; under a cap that is another model.')
 
 
-def states_and_logits(model, tokens):
-    """
-    tokens (n, T) int64 -> the inputs h (n T, H) of the model's head, and the logits (n T, V) that the model
-    makes of E h. Both are in fp32, and so is what comes between the two, such as a cap.
-    """
+def verdict(tied, cap):
+    """README's advice to those who train such a model."""
+    if cap:
+        return 'Leave μ: the cap bounds the logits; centering trains another model. Untested where μ drifts.'
+    if tied:
+        return 'Use μ-loss. Centering would move the input embeddings too, and train another model.'
+    return 'Center: it changes no probability (Fact 2). Or use μ-loss.'
+
+
+def states_and_logits(model, tokens, E):
+    """tokens (n, T) int64 -> the head's inputs h (n T, H), and the logits (n, 16, V) of the first 16."""
     inputs = []
 
-    def in_fp32(head, given, _):
-        inputs.append(given[0].float())
-        return inputs[-1] @ head.weight.float().T
+    def forward(h):  # in fp32, and so is what the model does to the logits after it, such as a cap
+        inputs.append(h.float())
+        return inputs[0][:, :16] @ E.T
 
-    hook = model.get_output_embeddings().register_forward_hook(in_fp32)
+    head = model.get_output_embeddings()
+    head.forward = forward  # its own would make all n T V logits
     logits = model(input_ids=tokens, use_cache=False).logits
-    hook.remove()
-    return inputs[0].flatten(0, 1), logits.flatten(0, 1).float()
+    del head.forward
+    return inputs[0].flatten(0, 1), logits.float()
 
 
 def read_text(model, tokenizer, pattern, n):
-    """
-    The text that `pattern` names as windows (m, T + 1) int64, with n targets if it has as many tokens. Each
-    begins with what the tokenizer begins a text with, BOS or nothing.
-    """
+    """The text that `pattern` names as windows (m, T + 1) int64, with n targets if it has as many tokens."""
     with_bos, text = tokenizer('x')['input_ids'], tokenizer('x', add_special_tokens=False)['input_ids']
-    start = with_bos[:with_bos.index(text[0])]
-    max_length = getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW)
-    length = min(WINDOW, max_length, n)
-    n_windows = -(-n // length)
+    start = with_bos[:with_bos.index(text[0])]  # of each window, as of any text: BOS or nothing
+    length = min(WINDOW, n, getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW))
     of_text = length + 1 - len(start)  # tokens in a window: it has length + 1, and length targets
-    paths = local_files(pattern) if pattern else stdlib_files()
-    texts = (text for *_, text in read_texts(paths))
-    pieces = (text[i:i + PIECE] for text in texts for i in range(0, len(text), PIECE))
+    n_tokens = -(-n // length) * of_text
+    texts = read_texts(local_files(pattern) if pattern else stdlib_files())
+    pieces = (text[i:i + PIECE] for *_, text in texts for i in range(0, len(text), PIECE))
     tokens = []
-    while len(tokens) < n_windows * of_text and (piece := next(pieces, None)):
+    while len(tokens) < n_tokens and (piece := next(pieces, None)):
         tokens += tokenizer(piece, add_special_tokens=False)['input_ids']
-    n_windows = min(n_windows, len(tokens) // of_text)
-    check(n_windows, f'--text={pattern}: has fewer than {of_text} tokens')
-    tokens = torch.tensor(tokens[:n_windows * of_text]).view(n_windows, of_text)
-    return torch.cat([torch.tensor([start] * n_windows, dtype=torch.int64), tokens], dim=1)
+    starts = range(0, min(n_tokens, len(tokens) - of_text + 1), of_text)
+    check(starts, f'--text={pattern}: has fewer than {of_text} tokens')
+    return torch.tensor([start + tokens[i:i + of_text] for i in starts])
 
 
 @torch.no_grad()
@@ -67,46 +74,56 @@ def measure_model(name, args):
     path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
     hub = {'revision': revision or 'main', 'trust_remote_code': False}
     model, info = AutoModelForCausalLM.from_pretrained(path, dtype='auto', output_loading_info=True, **hub)
-    check(not info['missing_keys'], f'--hf={name}: its files lack weights')
+    odd = [key for key in [*info['missing_keys'], *info['unexpected_keys']] if not key.endswith(MASKS)]
+    check(not odd, f'--hf={name}: only its files or only the model of transformers has {", ".join(odd[:3])}')
     model.eval().to('cuda' if torch.cuda.is_available() else 'cpu')
     head = model.get_output_embeddings()
-    check(isinstance(head, torch.nn.Linear) and head.bias is None,
-          f'--hf={name}: its head is not a matrix E without a bias, but {head}')
+    plain = type(head) is torch.nn.Linear and head.bias is None and type(head.weight) is torch.nn.Parameter
+    check(plain and head.weight.dtype in (torch.float32, torch.bfloat16, torch.float16),  # others hold codes
+          f'--hf={name}: its head is not a floating matrix E without a bias, but {str(head).splitlines()[0]}')
     E = head.weight.float()
-    row = {'model': name, 'V': len(E), 'H': E.size(1), **measure_embeddings(E)}
+    tied = torch.equal(model.get_input_embeddings().weight.float(), E)  # whatever its config says
+    cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
+    bf16, fp32 = (GPTConfig(cap=cap, logits_dtype=dtype) for dtype in ('bfloat16', 'float32'))
+    h, logits = states_and_logits(model, torch.arange(16, device=E.device)[None], E)
+    known = (head_logits(h, E, fp32) - logits[0]).abs().max() <= 1e-5 * logits.abs().max()
+    row = {'model': name, 'tying': 'tied' if tied else 'untied', 'cap': cap or 'none',
+           'verdict': verdict(tied, cap) if known else 'Unknown: its logits are not E h.',
+           'V': len(E), 'H': E.size(1), **measure_embeddings(E)}
     if args.positions == 0:
         return row
 
-    tokenizer = AutoTokenizer.from_pretrained(path, **hub)
-    cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
-    config = GPTConfig(cap=cap, logits_dtype='bfloat16')
-    in_fp32 = replace(config, logits_dtype='float32')
+    check(known, f'--hf={name}: its logits are not E h; what comes between is not understood')
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+        if tokenizer('a')['input_ids'] == tokenizer('b')['input_ids']:
+            raise ValueError('transformers makes one without a vocabulary')
+    except (ImportError, OSError, ValueError) as error:
+        check(False, f'--hf={name}: no tokenizer; --positions=0 for E alone ({" ".join(str(error).split())})')
     windows = read_text(model, tokenizer, args.text, args.positions).to(E.device)
     check(windows.max() < len(E), f'--hf={name}: its tokenizer makes token {windows.max()}, of only {len(E)}')
-    h, logits = states_and_logits(model, windows[:1, :16])
-    check((head_logits(h, E, in_fp32) - logits).abs().max() <= 1e-5 * logits.abs().max(),
-          f'--hf={name}: its logits are not E h; what comes between is not understood')
 
     centered = E - E.mean(dim=0)
     n = max(1, 2**25 // len(E))  # positions at a time: no N x V tensor is over 128 MB
     parts = []
     for window in tqdm(windows, unit='windows'):
-        states, _ = states_and_logits(model, window[None, :-1])
+        states, _ = states_and_logits(model, window[None, :-1], E)
         for h, targets in zip(states.split(n), window[1:].split(n), strict=True):
-            _, stats = head_loss(h, E, targets, config)
+            _, stats = head_loss(h, E, targets, bf16)
             del stats['reg']
-            losses = {'bf16': stats.pop('loss'),
-                      'fp32': head_loss(h, E, targets, in_fp32)[1]['loss'],
-                      'bf16_centered': head_loss(h, centered, targets, config)[1]['loss']}
+            losses = {'bf16': stats.pop('loss'), 'fp32': head_loss(h, E, targets, fp32)[1]['loss'],
+                      'bf16_centered': head_loss(h, centered, targets, bf16)[1]['loss']}
             parts.append({**stats, **centering_ratios(h, E), **losses})
     numbers = summarize(concatenate(parts), E)
     return {**row, 'positions': windows[:, 1:].numel(), **numbers, 'cost': numbers['bf16'] - numbers['fp32']}
 
 
 def measure_models(args, out):
-    """Writes models.csv -> the table of the report, a line for each model or revision."""
+    """Writes models.csv and prints the verdicts -> the table of the report."""
     measured = pd.DataFrame([measure_model(name, args) for name in args.hf])
     write_csv(out / 'models.csv', measured)
-    rows = measured.set_index('model').map('{:.6g}'.format)
+    advice = [f'{m.model}: {m.tying}, cap {m.cap}. {m.verdict}' for m in measured.itertuples()]
+    print('', *advice, sep='\n')
+    rows = measured.drop(columns=['tying', 'cap', 'verdict']).set_index('model').map('{:.6g}'.format)
     rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
-    return [dict(title='Output embeddings and logits', rows=rows, caption=CAPTION)]
+    return [dict(title='Output embeddings and logits', rows=rows, caption='<br>'.join([*advice, CAPTION]))]
