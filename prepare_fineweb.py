@@ -26,14 +26,14 @@ from train import SHARD, check, lock_folder, positive_int, read_json, read_shard
 parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbrev=False,
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 add = parser.add_argument
-add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'], help='what to read')
+add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'], help='which text')
 add('--name', help='config of FineWeb (None: sample-100BT), or dataset of shards (None: that of the authors)')
 add('--files', type=os.path.expanduser, help='quoted glob of .txt, .jsonl or .parquet files (column: text)')
 add('--out', type=os.path.expanduser, help='folder of the shards (None: data/fineweb or data/stdlib)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
 add('--tokens', type=positive_int, default=13_200_000_000, help='tokens to train on, at most')
 add('--val_tokens', type=positive_int, default=10_500_000, help='tokens for val: the first ones. Of local '
-    'files at most so many, and whole documents: those whose hash, modulo 100, is that of the first one')
+    'files at most so many, of the first document and the 1%% whose hash, modulo 100, is the same')
 add('--shard_tokens', type=positive_int, default=100_000_000, help='tokens in a train shard, 2 bytes each')
 add('--workers', type=positive_int, default=os.cpu_count(), help='threads that tokenize')
 
@@ -145,7 +145,7 @@ def cut_shards(documents, args, meta):
                 parts.append(tokens[start:start + size - n])
                 n, start = n + len(parts[-1]), start + len(parts[-1])
         start = 0
-    check(parts and meta['shards'], 'all of the text is for val: use more documents or fewer --val_tokens')
+    check(parts and meta['shards'], 'all text is for val: give more documents (.txt, rows) or fewer --val_tokens')
     yield np.concatenate(parts), {'exhausted': True}
 
 
@@ -162,8 +162,7 @@ def fetch_shards(args, meta):
     meta['revision'] = info.sha  # for all later shards
     files = [file.rfilename for file in info.siblings]
     val, train = (sorted(fnmatch.filter(files, SHARD.format(split))) for split in ('val', 'train'))
-    names = {os.path.basename(path) for path in val + train}
-    check(val and train and len(names) == len(val + train),
+    check(val and train and len({*map(os.path.basename, val + train)}) == len(val + train),
           f'--name={args.name} should have *_val_*.bin and *_train_*.bin (six digits last), each name once')
     paths = val[:1] + golden_order(train)
     for path in paths[meta['shards']:]:  # the hub's client resumes a download that was cut short
@@ -182,17 +181,15 @@ def main(argv=None):
     args.out = args.out or ('data/stdlib' if args.source == 'stdlib' else 'data/fineweb')
     names = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}
     args.name = args.name or names.get(args.source)
-    if args.source == 'stdlib':
-        paths = stdlib_files()
-        if args.val_tokens == parser.get_default('val_tokens'):  # half of a Python without its tests
-            args.val_tokens = min(args.val_tokens, sum(map(os.path.getsize, paths)) // 2)
+    paths = stdlib_files() if args.source == 'stdlib' else local_files(args.files) if local else []
+    if args.source == 'stdlib' and args.val_tokens == parser.get_default('val_tokens'):
+        args.val_tokens = min(args.val_tokens, sum(map(os.path.getsize, paths)) // 2)  # a small Python: half
     check(max(args.val_tokens, args.shard_tokens) < 2**31, 'a shard has less than 2^31 tokens')
 
     # what the shards depend on: the same command finds it in meta.json and resumes
     settings = {key: value for key, value in vars(args).items() if key not in ('out', 'tokens', 'workers')}
     settings['vocab_size'] = 50257 if args.tokenizer == 'gpt2' else 257
     if local:
-        paths = local_files(args.files)
         stats = repr([(os.path.getsize(path), os.path.getmtime(path)) for path in paths])
         settings['sizes_and_times'] = hashlib.sha256(stats.encode()).hexdigest()
     meta = {**settings, 'shards': int(local), 'tokens': 0, 'val': 0, 'file': 0, 'row': 0, 'used': 0}
