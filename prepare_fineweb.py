@@ -145,7 +145,7 @@ def cut_shards(documents, args, meta):
                 parts.append(tokens[start:start + size - n])
                 n, start = n + len(parts[-1]), start + len(parts[-1])
         start = 0
-    check(parts and meta['shards'], 'all text is for val: give more documents (.txt, rows) or fewer --val_tokens')
+    check(parts and meta['shards'], 'all is for val: give more documents (.txt, rows) or fewer --val_tokens')
     yield np.concatenate(parts), {'exhausted': True}
 
 
