@@ -26,16 +26,16 @@ from train import SHARD, check, lock_folder, positive_int, read_json, read_shard
 parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbrev=False,
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 add = parser.add_argument
-add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'], help='of text')
+add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'], help='which text')
 add('--name', help='config of FineWeb (None: sample-100BT), or dataset of shards (None: that of the authors)')
-add('--files', type=os.path.expanduser, help='quoted glob: .txt, .jsonl or .parquet (column: text)')
+add('--files', type=os.path.expanduser, help='quoted glob of .txt, .jsonl or .parquet files (column: text)')
 add('--out', type=os.path.expanduser, help='folder of the shards (None: data/fineweb or data/stdlib)')
-add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes works offline')
-add('--tokens', type=positive_int, default=13_200_000_000, help='to train on')
-add('--val_tokens', type=positive_int,
-    help='in the val shard (None: 10.5e6; of stdlib at most half; local: 1e5)')
-add('--shard_tokens', type=positive_int, default=100_000_000, help='in a train shard, of 2 bytes each')
-add('--workers', type=positive_int, default=os.cpu_count(), help='tokenizing threads')
+add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
+add('--tokens', type=positive_int, default=13_200_000_000, help='tokens to train on, at most')
+add('--val_tokens', type=positive_int, default=10_500_000, help='tokens for val: the first ones. Of local '
+    'files at most so many, of the first document and the 1%% whose hash, modulo 100, is the same')
+add('--shard_tokens', type=positive_int, default=100_000_000, help='tokens in a train shard, 2 bytes each')
+add('--workers', type=positive_int, default=os.cpu_count(), help='threads that tokenize')
 
 
 def golden_order(items):
@@ -81,15 +81,13 @@ def file_rows(path):
 
 
 def read_texts(paths, first_file=0, first_row=0):
-    """Yields (file number, row, bytes of that file's text so far, text), from a row of a file on."""
+    """Yields (file number, row, text), from a row of a file on."""
     for file, path in enumerate(paths[first_file:], first_file):
-        row = n_bytes = 0
+        row = 0
         try:
             for text in file_rows(path):
-                utf8 = text.encode(errors='replace')  # half a surrogate pair becomes a ?
-                n_bytes += len(utf8)
                 if file > first_file or row >= first_row:
-                    yield file, row, n_bytes, utf8.decode()
+                    yield file, row, text.encode(errors='replace').decode()  # half a surrogate pair: a ?
                 row += 1
         except Exception as error:  # of many kinds; in which of a thousand files?
             raise ValueError(f'{path}, row {row}: {error!r}') from error
@@ -107,66 +105,65 @@ def load_encoder(name):
     def encode(text):
         parts = last_space.split(text) if len(text) > 100_000 else [text]
         tokens = [gpt2.encode_to_numpy(part, disallowed_special=()) for part in parts]
-        return np.concatenate([[gpt2.eot_token], *tokens], dtype=np.uint16, casting='unsafe')
+        tokens = np.concatenate([[np.uint32(gpt2.eot_token)], *tokens])
+        check(tokens.max() < 2**16, f'--tokenizer={name}: token {tokens.max()}, but shards hold 16 bits')
+        return tokens.astype(np.uint16)
     return encode
 
 
 def tokenize(texts, args):
-    """Yields what read_texts does, but with tokens instead of each text. Both tokenizers free the GIL."""
+    """Yields what read_texts does, and the tokens of each text. Both tokenizers free the GIL."""
     encode = load_encoder(args.tokenizer)
     with ThreadPoolExecutor(args.workers) as pool:
         while batch := list(itertools.islice(texts, 1024)):
             encoded = pool.map(encode, [text for *_, text in batch])
-            for (*place, _), tokens in zip(batch, encoded, strict=True):
-                yield *place, tokens
+            yield from ((*document, tokens) for document, tokens in zip(batch, encoded, strict=True))
 
 
-def cut_shards(texts, starts, val, args, meta):
-    """
-    Yields each shard to train on, (n,), and where the next one starts. The list `val` gets the first tokens.
-    Of local files, whose bytes begin at `starts`, it gets whole documents, spread over all: one whenever it
-    has a smaller part of --val_tokens than was read of the files, or trained on of --tokens; the last is cut.
-    """
-    parts, held = [], 0  # of the next shard: arrays of tokens, and how many
-    used = meta['used']  # tokens of the document that are in shards or parts
-    n_val = sum(map(len, val))
-    due = 0 if meta['shards'] else args.val_tokens  # what n_val should be by now; 0: to resume a document
-    for file, row, n_bytes, tokens in tokenize(texts, args):
-        if n_val < due:
-            val.append(tokens[:args.val_tokens - n_val])
-            n_val += len(val[-1])
-            used = len(tokens) if starts else len(val[-1])
-        while used < len(tokens):
-            size = min(args.shard_tokens, args.tokens - meta['tokens'])
-            if held == size:
-                yield np.concatenate(parts), {'file': file, 'row': row, 'used': used}
-                parts, held = [], 0
+def hold_out(documents, val, args, meta):
+    """Yields the local documents to train on; the list `val` gets the others, --val_tokens at most."""
+    for file, row, text, tokens in documents:
+        bucket = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
+        if bucket != meta.setdefault('bucket', bucket):  # the first document's
+            yield file, row, text, tokens
+        elif meta['val'] < args.val_tokens:
+            val.append(tokens[:args.val_tokens - meta['val']])
+            meta['val'] += len(val[-1])
+
+
+def cut_shards(documents, args, meta):
+    """Yields the tokens (n,) of each shard, and where the next one starts: at which token of a document."""
+    parts, n = [], 0  # of this shard, and how many tokens that is
+    start = meta['used']  # in the first document: what is before it is in earlier shards
+    for file, row, _, tokens in documents:
+        while start < len(tokens):
+            size = min(args.shard_tokens, args.tokens - meta['tokens']) if meta['shards'] else args.val_tokens
+            if n == size:
+                yield np.concatenate(parts), {'file': file, 'row': row, 'used': start}
+                parts, n = [], 0
             else:
-                parts.append(tokens[used:used + size - held])
-                held, used = held + len(parts[-1]), used + len(parts[-1])
-        used = 0
-        if starts:
-            read = min(starts[file] + n_bytes, starts[file + 1])  # a compressed file is shorter than its text
-            due = args.val_tokens * max(read / starts[-1], (meta['tokens'] + held) / args.tokens)
-    check(held, f'too few documents or tokens for training and --val_tokens={args.val_tokens}')
+                parts.append(tokens[start:start + size - n])
+                n, start = n + len(parts[-1]), start + len(parts[-1])
+        start = 0
+    check(parts and meta['shards'], 'all is for val: give more documents (.txt, rows) or fewer --val_tokens')
     yield np.concatenate(parts), {'exhausted': True}
 
 
 def write_shard(path, tokens):
-    """Writes `tokens` (n,), n < 2^31, from 0 to 65535, as one shard, atomically."""
+    """Writes `tokens` (n,) uint16, n < 2^31, as one shard, atomically."""
     header = np.array([20240520, 1, len(tokens)] + [0] * 253, '<i4')
-    save(header.tobytes() + tokens.astype('<u2').tobytes(), path)
+    save(header.tobytes() + tokens.astype('<u2', casting='safe').tobytes(), path)
 
 
 def fetch_shards(args, meta):
-    """Downloads published shards, a val shard, then in golden order those to train on, and yields these."""
+    """Downloads and yields published shards: one for val, then in golden order those to train on."""
     from huggingface_hub import HfApi, hf_hub_download
     info = HfApi().dataset_info(args.name, revision=meta.get('revision'), timeout=30)
-    meta['revision'] = info.sha
-    save(meta, f'{args.out}/meta.json')  # all later shards are of the same commit
+    meta['revision'] = info.sha  # for all later shards
     files = [file.rfilename for file in info.siblings]
     val, train = (sorted(fnmatch.filter(files, SHARD.format(split))) for split in ('val', 'train'))
-    check(val and train, f'--name={args.name} has no *_val_*.bin and *_train_*.bin (six digits last)')
+    check(val and train and len({*map(os.path.basename, val + train)}) == len(val + train),
+          f'--name={args.name} should have *_val_*.bin and *_train_*.bin (six digits last), each name once')
     paths = val[:1] + golden_order(train)
     for path in paths[meta['shards']:]:  # the hub's client resumes a download that was cut short
         download = hf_hub_download(args.name, path, repo_type='dataset', revision=info.sha,
@@ -174,8 +171,7 @@ def fetch_shards(args, meta):
         shard_length(download)  # refuses what is not a whole shard before it stands where train.py looks
         shard = f'{args.out}/{os.path.basename(path)}'
         os.replace(download, shard)
-        if path != paths[0]:
-            yield read_shard(shard), {'exhausted': path == paths[-1]}
+        yield read_shard(shard), {'exhausted': path == paths[-1]}
 
 
 def main(argv=None):
@@ -185,23 +181,27 @@ def main(argv=None):
     args.out = args.out or ('data/stdlib' if args.source == 'stdlib' else 'data/fineweb')
     names = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}
     args.name = args.name or names.get(args.source)
-    if args.val_tokens is None:
-        args.val_tokens = 100_000 if local else 10_500_000
-        if args.source == 'stdlib':  # half of the text of a Python that comes without its tests
-            args.val_tokens = min(args.val_tokens, sum(map(os.path.getsize, stdlib_files())) // 2)
+    paths = stdlib_files() if args.source == 'stdlib' else local_files(args.files) if local else []
+    if args.source == 'stdlib' and args.val_tokens == parser.get_default('val_tokens'):
+        args.val_tokens = min(args.val_tokens, sum(map(os.path.getsize, paths)) // 2)  # a small Python: half
+    check(max(args.val_tokens, args.shard_tokens) < 2**31, 'a shard has less than 2^31 tokens')
 
     # what the shards depend on: the same command finds it in meta.json and resumes
     settings = {key: value for key, value in vars(args).items() if key not in ('out', 'tokens', 'workers')}
     settings['vocab_size'] = 50257 if args.tokenizer == 'gpt2' else 257
-    meta = {**settings, 'shards': 0, 'tokens': 0, 'file': 0, 'row': 0, 'used': 0, 'exhausted': False}
+    if local:
+        stats = repr([(os.path.getsize(path), os.path.getmtime(path)) for path in paths])
+        settings['sizes_and_times'] = hashlib.sha256(stats.encode()).hexdigest()
+    meta = {**settings, 'shards': int(local), 'tokens': 0, 'val': 0, 'file': 0, 'row': 0, 'used': 0}
     meta_path = f'{args.out}/meta.json'
-    if glob.glob(f'{glob.escape(args.out)}/{SHARD.format("*")}'):
+    if glob.glob(SHARD.format('*'), root_dir=args.out):
         meta = read_json(meta_path)
         other = [f'{key}={meta.get(key)!r}' for key in settings if meta.get(key) != settings[key]]
         check(not other, f'{meta_path} was made with {", ".join(other)}; choose another --out')
-    if meta['exhausted'] or meta['tokens'] >= args.tokens:
-        return print(f'{args.out} is done: {meta["tokens"]:,} training tokens, {meta["shards"]} shards')
+    if meta.get('exhausted') or meta['tokens'] >= args.tokens:
+        return print(f'{args.out} is done: {meta["tokens"]:,} training tokens')
 
+    val_path = f'{args.out}/{args.source}_val_000000.bin'
     if args.source == 'pretokenized':
         shards = fetch_shards(args, meta)
     else:
@@ -210,29 +210,25 @@ def main(argv=None):
             builder = load_dataset_builder('HuggingFaceFW/fineweb', args.name, revision=meta.get('revision'))
             paths = golden_order(sorted(builder.config.data_files['train']))
             meta['revision'] = re.search('@(.*?)/', paths[0])[1]  # the commit, for all that is read later
-        elif args.source == 'stdlib':
-            paths = stdlib_files()
-        else:
-            paths = local_files(args.files)
-            stats = [[os.path.getsize(path), os.path.getmtime(path)] for path in paths]
-            check(meta.setdefault('stats', stats) == stats, '--files have changed; choose another --out')
-        val_path = f'{args.out}/{args.source}_val_000000.bin'
-        val = [read_shard(val_path)[:meta.get('val')]] if meta['shards'] else []
-        starts = [0, *itertools.accumulate(size for size, _ in stats)] if local else None
-        shards = cut_shards(read_texts(paths, meta['file'], meta['row']), starts, val, args, meta)
+        documents = tokenize(read_texts(paths, meta['file'], meta['row']), args)
+        if local:
+            val = [read_shard(val_path, 0, meta['val'])] if meta['val'] else []
+            documents = hold_out(documents, val, args, meta)
+        shards = cut_shards(documents, args, meta)
 
     with lock_folder(args.out):
         save(meta, meta_path)
         for shard, position in shards:
-            n = max(1, meta['shards'])
+            name = f'train_{meta["shards"] - 1:06d}' if meta['shards'] else 'val_000000'
+            if local:  # a kill after this leaves more val tokens than meta.json says
+                write_shard(val_path, np.concatenate(val))
             if args.source != 'pretokenized':
-                write_shard(val_path, np.concatenate(val))  # may be longer than meta['val'] after a kill here
-                write_shard(f'{args.out}/{args.source}_train_{n - 1:06d}.bin', shard)
-            if local:
-                meta['val'] = sum(map(len, val))
-            meta.update(position, shards=n + 1, tokens=meta['tokens'] + len(shard))
+                write_shard(f'{args.out}/{args.source}_{name}.bin', shard)
+            meta['tokens'] += len(shard) if meta['shards'] else 0
+            meta.update(position, shards=meta['shards'] + 1)
             save(meta, meta_path)
-            print(f'{args.out}: {meta["tokens"]:,} training tokens, {meta["shards"]} shards', flush=True)
+            n_val = sum(map(shard_length, glob.glob(f'{glob.escape(args.out)}/{SHARD.format("val")}')))
+            print(f'{args.out}: {meta["tokens"]:,} training tokens, {n_val:,} val tokens', flush=True)
             if meta['tokens'] >= args.tokens:
                 break
 
