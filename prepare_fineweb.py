@@ -159,7 +159,8 @@ def fetch_shards(args, meta):
     """Downloads and yields published shards: one for val, then in golden order those to train on."""
     from huggingface_hub import HfApi, hf_hub_download
     info = HfApi().dataset_info(args.name, revision=meta.get('revision'), timeout=30)
-    meta['revision'] = info.sha  # for all later shards
+    meta['revision'] = info.sha
+    save(meta, f'{args.out}/meta.json')  # all later shards are of the same commit
     files = [file.rfilename for file in info.siblings]
     val, train = (sorted(fnmatch.filter(files, SHARD.format(split))) for split in ('val', 'train'))
     check(val and train and len({*map(os.path.basename, val + train)}) == len(val + train),
