@@ -31,9 +31,7 @@ from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
-STATISTICS_OF_96E0ADF = 'statistics_v4.json'  # without what a fork adds to the head
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
-DISTRIBUTIONS = ['run', 'quantity', 'mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
 PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 
 
@@ -72,7 +70,7 @@ def concatenate(parts):
 def distribution(values):
     """Values (n,) -> their numbers in distributions.csv, all of them NaN if a value is not finite."""
     x = values.double()
-    names = DISTRIBUTIONS[2:]
+    names = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
     if not x.isfinite().all():
         return dict.fromkeys(names, math.nan)
     quartiles = x.quantile(x.new_tensor([0, 0.25, 0.5, 0.75, 1]), interpolation='nearest')
@@ -135,7 +133,7 @@ def measure_run(folder):
     """measure_model of a finished run, kept in its folder for as long as model.pt stays what it is."""
     path, kept = folder / 'model.pt', read_json(folder / STATISTICS)
     if not path.exists():  # it was too large to be kept, perhaps
-        kept = kept or read_json(folder / STATISTICS_OF_96E0ADF)
+        kept = kept or read_json(folder / 'statistics_v4.json')  # of 96e0adf
         if not kept:
             raise ValueError('it has no model.pt')
         return kept
@@ -255,11 +253,14 @@ def collect(folders, out):
     report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuses what is not one table, before it is one
     write_csv(out / 'results.csv', rows)
     write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
-    write_csv(out / 'distributions.csv', pd.DataFrame(distributions, columns=DISTRIBUTIONS))
+    write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
     return sorted(read), missing
 
 
 # -------- learning rate sensitivity
+VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']
+
+
 def learning_rate_sensitivity(runs):
     """
     LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
@@ -267,8 +268,7 @@ def learning_rate_sensitivity(runs):
     list names the seeds left out: their learning rates are not those of the seed with the most, or just one.
     A method with a seed that learned nothing at any learning rate has no LRS: it would be 0, the best.
     """
-    setting = ['size', 'weight_tying', 'variant']
-    by = [*setting, 'plain_name', 'method', 'lam', 'color', 'seed']
+    by = [*VARIANT, 'seed']
     runs = runs[runs.in_paper_setting]
     lowest = runs.groupby(by, dropna=False).capped_loss.transform('min')
     runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - report.MIN_LEARNED)
@@ -278,22 +278,21 @@ def learning_rate_sensitivity(runs):
         n_params=('n_params', 'max'), diverged=('diverged', report.any_diverged), dead=('dead', 'all'))
     rows = rows.reset_index()
     rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1).where(rows.n_lrs > 1)
-    most = rows.sort_values('n_lrs', kind='stable').groupby(setting).rates.transform('last').sort_index()
-    compared = (rows.n_lrs > 1) & (rows.rates == most)
+    by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
+    compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last'))
     left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed {row.seed:g}, '
                 f'which has the learning rates {row.rates}' for row in rows[~compared].itertuples()]
     rows = rows[compared]
-    dead = rows.groupby(setting).dead.transform('any')
+    dead = rows.groupby(VARIANT, dropna=False).dead.transform('any')
     return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out
 
 
 def mean_over_seeds(lrs_of_seeds):
     """The rows of lrs.csv; `published` is the paper's number, for its own learning rates."""
-    rows = lrs_of_seeds.groupby(
-        ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color'], sort=False, dropna=False,
-    ).agg(lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'), n_lrs=('n_lrs', 'max'), rates=('rates', 'first'),
-          diverged=('diverged', report.any_diverged), seeds=('seed', 'nunique'),
-          lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
+    rows = lrs_of_seeds.groupby(VARIANT, sort=False, dropna=False).agg(
+        lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'), n_lrs=('n_lrs', 'max'), rates=('rates', 'first'),
+        diverged=('diverged', report.any_diverged), seeds=('seed', 'nunique'),
+        lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
     names = zip(rows.weight_tying.map(report.TYING), rows['size'], rows.variant, strict=True)
     rows['published'] = pd.Series(map(report.published('lrs').lrs.get, names), dtype=float)
     rows['published'] = rows.published.where(rows.rates == PAPER_LRS)

@@ -13,7 +13,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -38,13 +37,12 @@ COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'd
 MAX_RISE = 0.5     # of the training loss
 MIN_LEARNED = 0.1  # from the loss at initialisation to the test loss
 
-HEADERS = {'but_for_rounding': 'method', 'weight_tying': 'tied', 'lr': 'learning rate'}  # of tables
 TYING = {0: 'untied', 1: 'tied'}
 NAMES = {  # a method that is not here is called what METHODS calls it
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
     'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
     'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.'}
-COLORS = {  # the first six are the paper's; a method that is not here gets the next of matplotlib's
+COLORS = {  # the first six are the paper's; other methods and λ get the next of matplotlib's
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B',
     'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
@@ -75,21 +73,14 @@ def check_comparable(runs):
                    f'another {name} than other runs of its size; they should be analysed apart')
 
 
-def shade(color, method, lam):
-    """The color of a method: lighter below its default λ, darker above it."""
-    default, base = METHODS.get(method), np.array(to_rgb(color))
-    amount = 0.12 * math.log10(lam / default) if default and lam > 0 else 0
-    target = 1 if amount < 0 else 0  # white or black
-    return to_hex(base + min(abs(amount), 0.6) * (target - base))
-
-
 def name_variants(runs):
     """Adds what a run is called, its method and where it leaves the paper's setting, and its color."""
     beside_bf16 = (runs.logits_dtype == 'bfloat16').any()  # else fp32 is nothing unusual
     runs['fp32_head'] = beside_bf16 & (runs.logits_dtype == 'float32')
     own_lam = (runs.lam >= 0) & (runs.lam != runs.method.map(METHODS))
     own_cap = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
-    name, lam = runs.method.map(NAMES).fillna(runs.method), runs.lam.map(' λ={:g}'.format).where(own_lam, '')
+    name = runs.method.map(NAMES).fillna(runs.method)
+    lam = runs.lam.map(' λ={:g}'.format).where(own_lam, '')
     cap = runs.cap.map(', cap {:g}'.format).where(own_cap, '')
     planted = runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
     head = runs.fp32_head.map({True: ', fp32 head', False: ''})
@@ -99,9 +90,10 @@ def name_variants(runs):
     runs['plain_name'] = name + setting
     runs['but_for_rounding'] = name + lam + cap + source  # what rounding alone can tell apart
     runs['in_paper_setting'] = setting == ''
-    others = [method for method in runs.method.unique() if method not in COLORS]
-    colors = {**COLORS, **{method: f'C{(len(COLORS) + i) % 10}' for i, method in enumerate(others)}}
-    runs['color'] = [shade(colors[run.method], run.method, run.lam) for run in runs.itertuples()]
+    colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
+    others = [x for x in (name + lam).unique() if x not in colors]
+    colors |= {x: f'C{(len(colors) + i) % 10}' for i, x in enumerate(others)}  # matplotlib's
+    runs['color'] = (name + lam).map(colors)
 
 
 def sort_runs(runs):
@@ -194,18 +186,18 @@ def lrs_table(lrs, columns, title):
     cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
     cells = cells.where(lrs.lrs_n1.notna(), '-')
     return dict(title=title, rows=grid(lrs, 'size', columns, cells).rename(columns={'size': 'N'}), caption=(
-        'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); means '
-        'over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: no run '
+        'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
+        'means over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: no run '
         "diverged. Small: the paper's, of one seed. (n lr): over other learning rates than most. "
         '-: no runs, or nothing was learned at any learning rate.'))
 
 
 def rounding_tables(runs):
     """A table of runs that differ in a planted vector or the precision of the logits alone, if there are."""
-    setting = ['but_for_rounding', 'size', 'weight_tying', 'lr']
     logits = runs.logits_dtype.map({'bfloat16': 'BF16 logits', 'float32': 'fp32 logits'}).fillna('logits')
     vector = runs.mu_shift.map(', vector of norm {:g}'.format).where(runs.mu_shift > 0, '')
-    runs = runs.assign(case=logits + vector)
+    runs = runs.assign(case=logits + vector, tying=runs.weight_tying.map(TYING), η=runs.lr.map('{:g}'.format))
+    setting = ['but_for_rounding', 'size', 'tying', 'η']
     runs = runs[runs.groupby(setting).case.transform('nunique') > 1]
     if runs.test_loss.count() < 2:
         return []
@@ -214,14 +206,15 @@ def rounding_tables(runs):
     table = table.map('{:.2f}'.format).replace('nan', '-').rename_axis(columns=None).reset_index()
     worst = runs.loc[runs.test_loss.idxmax()]
     others = runs.test_loss.drop(worst.name)
-    planted = ('Some runs began with one vector added to all output embeddings. That adds one number to all '
-               'logits of a position, which no probability or gradient notices but for rounding. ')
-    return [dict(title='What rounding does: test losses', rows=table.rename(columns=HEADERS), caption=(
-        f'{planted if (runs.mu_shift > 0).any() else ""}BF16 has 8 significant bits: between 512 and 1,024 it '
-        f'knows multiples of 4 alone. <b>{worst.but_for_rounding} with {worst.case} ends at '
-        f'{worst.test_loss:.2f}, the others at {others.min():.2f} to {others.max():.2f}</b>, from '
-        f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f} at the start. Means over seeds. -: no run, '
-        'or one that is not finite.'))]
+    planted = ('Some runs began with one vector added to all output embeddings. This adds one number to all '
+               'logits of a position, which changes no probability or gradient but by rounding. ')
+    table = table.rename(columns={'but_for_rounding': 'method'})
+    return [dict(title='What rounding does', rows=table, caption=(
+        f'{planted if (runs.mu_shift > 0).any() else ""}BF16 has 8 significant bits: between 512 and 1,024, '
+        f'say, only multiples of 4. <b>{worst.but_for_rounding} with {worst.case} ends at a test loss of '
+        f'{worst.test_loss:.2f}, the others at {others.min():.2f} to {others.max():.2f}</b>; all began at '
+        f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. Test losses are means over seeds, at the '
+        'learning rate η. -: no run, or one that is not finite.'))]
 
 
 def overhead_table(runs, tying):
@@ -278,7 +271,7 @@ def make_tables(runs, lrs):
 
 # -------- figures
 # A function for each, or None without data. Its name is the file's, its docstring the title and the caption.
-# Of several λ the default is drawn, but for sensitivity and training, which has every run.
+# Of several λ the default is drawn, but for the training curves, which have every run.
 UNKNOWN = '0.8'  # the light grey of a marker if it is unknown whether the run diverged
 STYLES = {  # marker and line of a size; of others like those of tiny
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
@@ -481,17 +474,21 @@ STYLE = '''<!doctype html><meta charset="utf-8"><style>
 
 def describe(runs, read=()):
     """Lines that say what was run, on what was `read`, and what too few rates, seeds or steps cannot say."""
-    settings = {'size': runs['size'], 'weight tying': runs.weight_tying.map(TYING), 'method': runs.variant,
-                'learning rate': runs.lr.sort_values().map('{:g}'.format), 'seed': runs.seed.map('{:g}'.format),
-                'steps': runs.steps.map('{:,.0f}'.format), 'matmuls': runs.dtype, 'logits': runs.logits_dtype,
-                'device': runs.device, 'data': pd.Series(read)}
-    values = {name: [x for x in column.unique() if x not in ('', 'nan')] for name, column in settings.items()}
-    lines = [f'{len(runs)} runs. ' + '; '.join(f'{name}: {", ".join(x)}' for name, x in values.items() if x)]
+    settings = {'size': runs['size'], 'weight tying': runs.weight_tying.map(TYING),
+                'method': runs.method.map(NAMES).fillna(runs.method), 'planted vector': runs.mu_shift,
+                'learning rate': runs.lr, 'seed': runs.seed, 'steps': runs.steps, 'matmuls in': runs.dtype,
+                'logits in': runs.logits_dtype, 'device': runs.device, 'data': pd.Series(read)}
+    lines = [f'{len(runs)} runs.']
+    for name, column in settings.items():
+        known = column[column.notna() & (column != '')].drop_duplicates()
+        if known.dtype == float:
+            known = known.sort_values().map('{:g}'.format)
+        lines[0] += f' {name}: {", ".join(known)};' if len(known) else ''
     setting = runs.groupby(['size', 'weight_tying', 'variant'])
     if setting.lr.nunique().max() < MIN_RATES:
         lines.append(f'Learning rate sensitivity (LRS) needs {MIN_RATES} learning rates of a method.')
     if runs.steps.max() < 10_000:
-        lines.append(f'{runs.steps.max():,.0f} steps rank no methods: the paper has 100,000.')
+        lines.append(f'{runs.steps.max():g} steps, where the paper has 100,000, are too few to rank methods.')
     if setting.seed.nunique().max() < 3:
         lines.append('With fewer than three seeds, a difference between methods may be chance.')
     return lines
