@@ -279,9 +279,9 @@ def learning_rate_sensitivity(runs):
     rows = rows.reset_index()
     rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1).where(rows.n_lrs > 1)
     by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
-    compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last'))
+    compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())
     left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed {row.seed:g}, '
-                f'which has the learning rates {row.rates}' for row in rows[~compared].itertuples()]
+                f'which has the learning rates {row.rates}' for row in rows[~compared].itertuples() if compared.any()]
     rows = rows[compared]
     dead = rows.groupby(VARIANT, dropna=False).dead.transform('any')
     return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out

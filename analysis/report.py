@@ -31,7 +31,8 @@ CURVES = ['run', 'step', 'loss', 'val_loss', 'test_loss', 'lr', 'mu_norm', 'logi
           'logit_absmax']
 TEXT_COLUMNS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device'}
 # What runs of one size must share: losses of other data, or after another length, are not to be compared.
-COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint']
+COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint',
+              'data_checksum']
 
 # Our rule of what diverged, in nats: see `diverged` in analyze.py.
 MAX_RISE = 0.5     # of the training loss
