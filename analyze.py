@@ -81,8 +81,8 @@ def distribution(values):
 @torch.no_grad()
 def measure_model(gpt, windows):
     """
-    A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv; `distributions` over the
-    positions, or of r_emb over the vocabulary; and `missing`, which says what could not be measured.
+    A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv, and `distributions` over the
+    positions, or of r_emb over the vocabulary. r_log, r_cos, cos_mu_h are there if the logits are of h and E.
     """
     gpt.eval()
     E, states, parts = gpt.E, [], []
@@ -92,9 +92,8 @@ def measure_model(gpt, windows):
         _, stats = gpt(tokens, targets)  # of the model's own logits: rounded, capped, with what a fork adds
         h = states.pop().flatten(0, 1)
         if not parts:
-            # The centering ratios are of h and E alone. With a head bias, say, the model has other logits.
-            _, of_h_and_E = head_loss(h, E, targets.flatten(), gpt.config)
-            plain_head = all(torch.allclose(stats[name], of_h_and_E[name], 1e-3, 1e-3, equal_nan=True)
+            _, plain_stats = head_loss(h, E, targets.flatten(), gpt.config)  # without a head bias, say
+            plain_head = all(torch.allclose(stats[name], plain_stats[name], 1e-3, 1e-3, equal_nan=True)
                              for name in ('loss', 'logit_mean'))
         if plain_head:
             pieces = h.split(max(1, 2**25 // len(E)))  # so that no N x V tensor is over 128 MB
@@ -111,8 +110,7 @@ def measure_model(gpt, windows):
         r_log = stats['r_log'][stats['r_cos'] < 1]
         numbers['r_cos_below_1'] = distributions['r_cos']['below_1']
         numbers['r_log_below_1_too'] = (r_log < 1).double().mean().item()  # NaN if no r_cos is below 1
-    missing = '' if plain_head else 'r_cos, r_log and cos_mu_h: its logits are not those of h and E alone'
-    return {'numbers': numbers, 'distributions': distributions, 'missing': missing}
+    return {'numbers': numbers, 'distributions': distributions}
 
 
 # -------- a finished run
@@ -131,14 +129,10 @@ def val_windows(folder, block_size, vocab_size, data_fingerprint, data_checksum)
 
 def measure_run(folder):
     """measure_model of a finished run, kept in its folder for as long as model.pt stays what it is."""
-    path, kept = folder / 'model.pt', read_json(folder / STATISTICS)
-    if not path.exists():  # it was too large to be kept, perhaps
-        kept = kept or read_json(folder / 'statistics_v4.json')  # of 96e0adf
-        if not kept:
-            raise ValueError('it has no model.pt')
-        return kept
-    model_hash = hashlib.sha256(path.read_bytes()).hexdigest()
-    if kept.get('model') == model_hash:
+    path = folder / 'model.pt'
+    model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    kept = read_json(folder / STATISTICS) or ({} if model_hash else read_json(folder / 'statistics_v4.json'))
+    if kept and model_hash in (kept['model'], None):  # None: model.pt was too large to be kept, perhaps
         return kept
 
     saved, settings = train.read_checkpoint(str(path)), read_json(folder / 'config.json')
@@ -208,8 +202,8 @@ def write_csv(path, rows, float_format=None):
 
 def collect(folders, out):
     """
-    Measures the finished runs in or right below `folders` and writes three csv files -> two lists of lines:
-    what the runs read, and what is missing. A run that cannot be read or measured stops no other.
+    Measures the finished runs in or right below `folders` and writes three csv files -> the data that they
+    read, what is missing: two lists of lines. A run that cannot be read or measured stops no other.
     """
     rows, curves, distributions, missing, read = [], [], [], [], set()
     columns = dict.fromkeys(report.RESULTS)  # then come statistics that a fork adds
@@ -231,19 +225,18 @@ def collect(folders, out):
             continue
 
         print(f'measuring {folder}', flush=True)
+        numbers, of_quantities = {}, {}
         try:
-            measured = measure_run(folder)
+            numbers, of_quantities = map(measure_run(folder).get, ('numbers', 'distributions'))
+            if 'r_cos' not in numbers:
+                missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not just E h')
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
-            measured = {'missing': f'statistics: {error} ({type(error).__name__})'}
-        if measured.get('missing'):
-            missing.append(f'{folder} is without {measured["missing"]}')
-        numbers = measured.get('numbers', {})
+            missing.append(f'{folder} is without statistics: {error} ({type(error).__name__})')
         numbers.pop('loss', None)  # the run has its test loss, over more positions
         columns.update(dict.fromkeys(numbers))
         rows.append({**run, **numbers})
         curves.append(curve.assign(run=run['run']))
-        for quantity, values in measured.get('distributions', {}).items():
-            distributions.append({'run': run['run'], 'quantity': quantity, **values})
+        distributions += [{'run': run['run'], 'quantity': name, **x} for name, x in of_quantities.items()]
 
     check(rows, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
     rows = pd.DataFrame(rows)
@@ -281,7 +274,7 @@ def learning_rate_sensitivity(runs):
     by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
     compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())
     left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed {row.seed:g}, '
-                f'which has the learning rates {row.rates}' for row in rows[~compared].itertuples() if compared.any()]
+                f'with learning rates {row.rates}' for row in rows[~compared].itertuples() if any(compared)]
     rows = rows[compared]
     dead = rows.groupby(VARIANT, dropna=False).dead.transform('any')
     return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out

@@ -202,20 +202,19 @@ def rounding_tables(runs):
     runs = runs[runs.groupby(setting).case.transform('nunique') > 1]
     if runs.test_loss.count() < 2:
         return []
-    table = runs.pivot_table(index=setting, columns='case', values='test_loss', sort=False, dropna=False,
-                             observed=True, aggfunc=lambda losses: losses.mean(skipna=False))
-    table = table.map('{:.2f}'.format).replace('nan', '-').rename_axis(columns=None).reset_index()
+    means = runs.groupby([*setting, 'case'], sort=False).test_loss.agg(lambda x: x.mean(skipna=False))
+    table = means.map('{:.2f}'.format).unstack(sort=False).fillna('-')
+    table = table.rename_axis(columns=None).reset_index().rename(columns={'but_for_rounding': 'method'})
     worst = runs.loc[runs.test_loss.idxmax()]
     others = runs.test_loss.drop(worst.name)
     planted = ('Some runs began with one vector added to all output embeddings. This adds one number to all '
                'logits of a position, which changes no probability or gradient but by rounding. ')
-    table = table.rename(columns={'but_for_rounding': 'method'})
     return [dict(title='What rounding does', rows=table, caption=(
         f'{planted if (runs.mu_shift > 0).any() else ""}BF16 has 8 significant bits: between 512 and 1,024, '
         f'say, only multiples of 4. <b>{worst.but_for_rounding} with {worst.case} ends at a test loss of '
         f'{worst.test_loss:.2f}, the others at {others.min():.2f} to {others.max():.2f}</b>; all began at '
         f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. Test losses are means over seeds, at the '
-        'learning rate η. -: no run, or one that is not finite.'))]
+        'learning rate η, nan if a run was not finite. -: no run.'))]
 
 
 def overhead_table(runs, tying):
@@ -475,21 +474,22 @@ STYLE = '''<!doctype html><meta charset="utf-8"><style>
 
 def describe(runs, read=()):
     """Lines that say what was run, on what was `read`, and what too few rates, seeds or steps cannot say."""
-    settings = {'size': runs['size'], 'weight tying': runs.weight_tying.map(TYING),
-                'method': runs.method.map(NAMES).fillna(runs.method), 'planted vector': runs.mu_shift,
-                'learning rate': runs.lr, 'seed': runs.seed, 'steps': runs.steps, 'matmuls in': runs.dtype,
-                'logits in': runs.logits_dtype, 'device': runs.device, 'data': pd.Series(read)}
+    settings = {'Size': runs['size'], 'Weight tying': runs.weight_tying.map(TYING),
+                'Method': runs.method.map(NAMES).fillna(runs.method), 'Learning rate': runs.lr,
+                'Planted vector of norm': runs.mu_shift[runs.mu_shift > 0], 'Seed': runs.seed,
+                'Steps': runs.steps, 'Matmuls in': runs.dtype, 'Logits in': runs.logits_dtype,
+                'Device': runs.device, 'Data': pd.Series(read)}
     lines = [f'{len(runs)} runs.']
     for name, column in settings.items():
-        known = column[column.notna() & (column != '')].drop_duplicates()
-        if known.dtype == float:
-            known = known.sort_values().map('{:g}'.format)
-        lines[0] += f' {name}: {", ".join(known)};' if len(known) else ''
+        values = column[column.notna() & (column != '')].drop_duplicates()
+        if values.dtype == float:
+            values = values.sort_values().map('{:,g}'.format)
+        lines[0] += f' {name}: {", ".join(values)}.' if len(values) else ''
     setting = runs.groupby(['size', 'weight_tying', 'variant'])
     if setting.lr.nunique().max() < MIN_RATES:
-        lines.append(f'Learning rate sensitivity (LRS) needs {MIN_RATES} learning rates of a method.')
+        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of a method.')
     if runs.steps.max() < 10_000:
-        lines.append(f'{runs.steps.max():g} steps, where the paper has 100,000, are too few to rank methods.')
+        lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     if setting.seed.nunique().max() < 3:
         lines.append('With fewer than three seeds, a difference between methods may be chance.')
     return lines
