@@ -32,6 +32,7 @@ from train import check, read_json, save
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
+VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']  # LRS is of each
 PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 
 
@@ -177,7 +178,6 @@ def diverged(test_loss, init_loss, curve):
     """
     if math.isnan(test_loss):
         return 1, curve.step.max()
-
     end_of_warmup = curve.step[curve.lr == curve.lr.max()].min()
     warmed_up = curve[(curve.step > end_of_warmup) & curve.lr.notna()]  # evaluations have no lr
     n = min(20, len(warmed_up) // 20)  # windows
@@ -218,8 +218,8 @@ def collect(folders, out):
             run = {name: math.nan if value is None else value for name, value in run.items()}
             run['device'] = run['device_name']  # the name of the GPU, not the flag
             curve = training_curve(folder, run['steps'])
-            read.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
             run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
+            read.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
         except Exception as error:  # of many kinds, where a file is damaged
             missing.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
@@ -229,11 +229,10 @@ def collect(folders, out):
         try:
             numbers, of_quantities = map(measure_run(folder).get, ('numbers', 'distributions'))
             if 'r_cos' not in numbers:
-                missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not just E h')
+                missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not those of h, E')
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             missing.append(f'{folder} is without statistics: {error} ({type(error).__name__})')
-        numbers.pop('loss', None)  # the run has its test loss, over more positions
-        columns.update(dict.fromkeys(numbers))
+        columns.update((name, None) for name in numbers if name != 'loss')  # of which it has the test loss
         rows.append({**run, **numbers})
         curves.append(curve.assign(run=run['run']))
         distributions += [{'run': run['run'], 'quantity': name, **x} for name, x in of_quantities.items()]
@@ -241,8 +240,8 @@ def collect(folders, out):
     check(rows, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
     rows = pd.DataFrame(rows)
     report.check_comparable(rows)
-    rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
-    rows = rows.reindex(columns=[*columns])
+    test_loss = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
+    rows = rows.assign(test_loss=test_loss).reindex(columns=[*columns])
     report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuses what is not one table, before it is one
     write_csv(out / 'results.csv', rows)
     write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
@@ -251,9 +250,6 @@ def collect(folders, out):
 
 
 # -------- learning rate sensitivity
-VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']
-
-
 def learning_rate_sensitivity(runs):
     """
     LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
@@ -268,8 +264,8 @@ def learning_rate_sensitivity(runs):
     rows = runs.groupby(by, sort=False, dropna=False).agg(
         lrs=('rise', 'mean'), total=('rise', 'sum'), n_lrs=('rise', 'count'),
         rates=('lr', lambda rates: ' '.join(f'{lr:g}' for lr in rates)),
-        n_params=('n_params', 'max'), diverged=('diverged', report.any_diverged), dead=('dead', 'all'))
-    rows = rows.reset_index()
+        n_params=('n_params', 'max'), dead=('dead', 'all'),
+        diverged=('diverged', report.any_diverged)).reset_index()
     rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1).where(rows.n_lrs > 1)
     by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
     compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())

@@ -89,7 +89,7 @@ def name_variants(runs):
     setting = cap + planted + head + source
     runs['variant'] = name + lam + setting
     runs['plain_name'] = name + setting
-    runs['but_for_rounding'] = name + lam + cap + source  # what rounding alone can tell apart
+    runs['but_for_rounding'] = name + lam + cap + source  # runs that differ by rounding at most share it
     runs['in_paper_setting'] = setting == ''
     colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
     others = [x for x in (name + lam).unique() if x not in colors]
@@ -138,7 +138,7 @@ def read_curves(path, runs):
 
 
 def at_default_lam(rows):
-    """Where a method has its default λ, without its rows of other λ: Table 4 and Figure 8 are for these."""
+    """Where a method has its default λ, without its rows of other λ, which have a table of their own."""
     is_default = rows.variant == rows.plain_name
     has_default = is_default.groupby([rows.method, rows['size']]).transform('any')
     return rows[is_default | ~has_default]
