@@ -409,7 +409,7 @@ def training(curves):
     Training curves. A row for each learning rate η, a line for each run: its loss, the norm of the mean μ of
     the output embeddings, and of the logits of a step their mean, its standard deviation over the positions,
     and the largest |logit| of a position, on average. All but a val loss are means of ten log lines. Dotted:
-    fp32 logits beside others in BF16. Dashed: a planted vector, a soft-cap of its own, or another start.
+    fp32 logits beside others in BF16. Dashed: a vector added at the start (shift), or another start or cap.
     """
     curves = curves[curves.step > 0]
     loss = 'val_loss' if curves.groupby('run').val_loss.count().median() > 1 else 'loss'
@@ -474,17 +474,18 @@ STYLE = '''<!doctype html><meta charset="utf-8"><style>
 
 def describe(runs, read=()):
     """Lines that say what was run, on what was `read`, and what too few rates, seeds or steps cannot say."""
-    settings = {'Size': runs['size'], 'Weight tying': runs.weight_tying.map(TYING),
-                'Method': runs.method.map(NAMES).fillna(runs.method), 'Learning rate': runs.lr,
-                'Planted vector of norm': runs.mu_shift[runs.mu_shift > 0], 'Seed': runs.seed,
-                'Steps': runs.steps, 'Matmuls in': runs.dtype, 'Logits in': runs.logits_dtype,
-                'Device': runs.device, 'Data': pd.Series(read)}
-    lines = [f'{len(runs)} runs.']
+    settings = {'size': runs['size'], 'weight tying': runs.weight_tying.map(TYING),
+                'method': runs.method.map(NAMES).fillna(runs.method), 'learning rate': runs.lr,
+                'planted vector of norm': runs.mu_shift[runs.mu_shift > 0], 'seed': runs.seed,
+                'steps': runs.steps, 'matmuls in': runs.dtype, 'logits in': runs.logits_dtype,
+                'device': runs.device, 'data': pd.Series(read)}
+    texts = []
     for name, column in settings.items():
         values = column[column.notna() & (column != '')].drop_duplicates()
         if values.dtype == float:
             values = values.sort_values().map('{:,g}'.format)
-        lines[0] += f' {name}: {", ".join(values)}.' if len(values) else ''
+        texts += [f'{name}: {", ".join(values)}'] if len(values) else []
+    lines = [f'{len(runs)} runs. {"; ".join(texts)}.']
     setting = runs.groupby(['size', 'weight_tying', 'variant'])
     if setting.lr.nunique().max() < MIN_RATES:
         lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of a method.')
