@@ -295,7 +295,7 @@ user_path = os.path.expanduser  # bash does not expand the ~ in --out=~/results
 add = parser.add_argument
 add('runs', nargs='*', type=user_path, help='run folders, or folders of them: out/demo')
 add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead: see analysis/report.py')
-add('--out', type=user_path, help='folder to write to (default: results/NAME OF THE INPUT)')
+add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, NAME or NAME@REVISION")
 add('--text', type=user_path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
 add('--positions', type=train.nonnegative_int, default=16384,

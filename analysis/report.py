@@ -351,8 +351,8 @@ def four_panels(rows, columns):
 
 def loss(rows):
     """
-    Test loss against learning rate. A loss above that at initialisation is drawn there. Small panels: the two
-    largest learning rates. (Figures 2 and 9 of the paper)
+    Test loss against learning rate. A loss above the one at initialisation is drawn as that one. Small
+    panels: the two largest learning rates. (Figures 2 and 9 of the paper)
     """
     largest = sorted(rows.lr.unique())[-2:]
     if len(largest) < 2:
