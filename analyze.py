@@ -229,7 +229,7 @@ def collect(folders, out):
         try:
             numbers, of_quantities = map(measure_run(folder).get, ('numbers', 'distributions'))
             if 'r_cos' not in numbers:
-                missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not those of h, E')
+                missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not E h')
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             missing.append(f'{folder} is without statistics: {error} ({type(error).__name__})')
         columns.update((name, None) for name in numbers if name != 'loss')  # of which it has the test loss
