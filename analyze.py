@@ -14,6 +14,7 @@ import argparse
 import functools
 import glob
 import hashlib
+import io
 import json
 import math
 import os
@@ -23,23 +24,15 @@ import numpy as np
 import pandas as pd
 import torch
 
+import train
 from analysis import report
 from model import GPT, gpt_config, head_loss, summarize
-from train import (
-    MAY_CHANGE,
-    SHARD,
-    Windows,
-    check,
-    fingerprint,
-    nonnegative_int,
-    read_checkpoint,
-    read_json,
-    save,
-)
+from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
+VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']  # LRS is of each
 PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 
 
@@ -78,7 +71,7 @@ def concatenate(parts):
 def distribution(values):
     """Values (n,) -> their numbers in distributions.csv, all of them NaN if a value is not finite."""
     x = values.double()
-    names = report.DISTRIBUTIONS[2:]
+    names = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
     if not x.isfinite().all():
         return dict.fromkeys(names, math.nan)
     quartiles = x.quantile(x.new_tensor([0, 0.25, 0.5, 0.75, 1]), interpolation='nearest')
@@ -89,65 +82,70 @@ def distribution(values):
 @torch.no_grad()
 def measure_model(gpt, windows):
     """
-    A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv; `distributions` over the
-    positions, or of r_emb over the vocabulary; and `missing`, which says what could not be measured.
+    A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv, and `distributions` over the
+    positions, or of r_emb over the vocabulary. r_log, r_cos, cos_mu_h are there if the logits are of h and E.
     """
     gpt.eval()
-    E, parts = gpt.E, []
-    for batch in windows.to(E.device).split(max(1, 4096 // gpt.config.block_size)):  # as training on a CPU
+    E, states, parts = gpt.E, [], []
+    hook = gpt.norm_f.register_forward_hook(lambda module, inputs, h: states.append(h))
+    for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
-        _, stats = gpt(tokens, targets)  # the model's own: rounded, capped, and with what a fork adds
-        h = gpt.hidden(tokens).flatten(0, 1)
+        _, stats = gpt(tokens, targets)  # of the model's own logits: rounded, capped, with what a fork adds
+        h = states.pop().flatten(0, 1)
         if not parts:
-            # The centering ratios are of h and E. With a head bias, say, the model's logits are others.
-            _, plain_stats = head_loss(h, E, targets.flatten(), gpt.config)
-            head_is_E = all(torch.allclose(stats[name], plain_stats[name], 1e-3, 1e-3, equal_nan=True)
-                            for name in ('loss', 'logit_mean'))
-        parts.append({**stats, **(centering_ratios(h.float(), E.float()) if head_is_E else {})})
+            _, plain_stats = head_loss(h, E, targets.flatten(), gpt.config)  # without a head bias, say
+            plain_head = all(torch.allclose(stats[name], plain_stats[name], 1e-3, 1e-3, equal_nan=True)
+                             for name in ('loss', 'logit_mean'))
+        if plain_head:
+            pieces = h.split(max(1, 2**25 // len(E)))  # so that no N x V tensor is over 128 MB
+            stats |= concatenate([centering_ratios(piece.float(), E.float()) for piece in pieces])
+        parts.append(stats)
+    hook.remove()
     stats = concatenate(parts)
     del stats['reg']
     distributions = {name: distribution(x) for name, x in {**stats, 'r_emb': norm_ratios(E).cpu()}.items()}
     numbers = {**measure_embeddings(E), **summarize(stats, E),
                'r_emb_below_1': distributions['r_emb']['below_1']}
-    if head_is_E:
+    if plain_head:
         # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token
         r_log = stats['r_log'][stats['r_cos'] < 1]
         numbers['r_cos_below_1'] = distributions['r_cos']['below_1']
         numbers['r_log_below_1_too'] = (r_log < 1).double().mean().item()  # NaN if no r_cos is below 1
-    missing = '' if head_is_E else 'r_cos, r_log and cos_mu_h: its logits are not those of h and E alone'
-    return {'numbers': numbers, 'distributions': distributions, 'missing': missing}
+    return {'numbers': numbers, 'distributions': distributions}
 
 
 # -------- a finished run
 @functools.cache  # the runs of a sweep have the same data
-def val_windows(folder, block_size, vocab_size, data_fingerprint):
-    """The val windows of the data with this fingerprint, None if the folder does not hold them."""
-    if not all(glob.glob(f'{glob.escape(folder)}/{SHARD.format(split)}') for split in ('train', 'val')):
-        return None
-    train, val = (Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-    return val if fingerprint(train.shards + val.shards) == data_fingerprint else None
+def val_windows(folder, block_size, vocab_size, data_fingerprint, data_checksum):
+    """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
+    found = all(glob.glob(f'{glob.escape(folder)}/{train.SHARD.format(split)}') for split in ('train', 'val'))
+    if found:
+        trained_on, val = (train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
+        found = train.fingerprint(trained_on.shards + val.shards) == data_fingerprint
+        found &= data_checksum in (None, train.checksum(trained_on.shards, val.shards))  # None: an older run
+    if not found:
+        raise ValueError(f'{folder} does not hold the shards of the training')
+    return val
 
 
 def measure_run(folder):
-    """measure_model of a finished run's model.pt, kept in its folder for as long as that is its model."""
-    path, kept = folder / 'model.pt', read_json(folder / STATISTICS)
+    """measure_model of a finished run, kept in its folder for as long as model.pt stays what it is."""
+    path = folder / 'model.pt'
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    if kept and model_hash in (kept['model'], None):  # None: it was too large to be kept, perhaps
+    kept = read_json(folder / STATISTICS) or ({} if model_hash else read_json(folder / 'statistics_v4.json'))
+    if kept and model_hash in (kept['model'], None):  # None: model.pt was too large to be kept, perhaps
         return kept
-    if model_hash is None:
-        return {'missing': 'statistics: it has no model.pt'}
 
-    saved, settings = read_checkpoint(str(path)), read_json(folder / 'config.json')
+    saved, settings = train.read_checkpoint(str(path)), read_json(folder / 'config.json')
     config = saved['config']
-    differ = [name for name in config.keys() - MAY_CHANGE if config[name] != settings.get(name)]
+    differ = [name for name in config.keys() - train.MAY_CHANGE if config[name] != settings.get(name)]
     if differ:
-        return {'missing': f'statistics: model.pt and config.json differ in {", ".join(sorted(differ))}'}
+        raise ValueError(f'model.pt and config.json differ in {", ".join(sorted(differ))}')
     windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
-                          config['data_fingerprint'])
-    if windows is None:
-        return {'missing': f'statistics: {settings["data"]} does not hold the shards of the training'}
+                          config['data_fingerprint'], config.get('data_checksum'))
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
+    del saved  # or it would stay in memory
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     tokens = torch.from_numpy(windows[windows.evenly_spaced(min(POSITIONS, config['test_tokens']))])
     measured = {'model': model_hash, **measure_model(gpt, tokens)}
@@ -156,10 +154,14 @@ def measure_run(folder):
     return measured
 
 
-def training_curve(folder, n=1000):
-    """Of a run's log the evaluations and at most n training lines, the last for sure: columns CURVES."""
+def training_curve(folder, steps, n=1000):
+    """
+    Of the log of a run of so many steps the evaluations and at most n training lines, the last for sure:
+    columns CURVES. Until 96e0adf the losses on the way were logged as test losses too.
+    """
     lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    evaluations = [line for line in lines if 'loss' not in line]
+    evaluations = [{'val_loss' if name == 'test_loss' and line['step'] < steps else name: value
+                    for name, value in line.items()} for line in lines if 'loss' not in line]
     trained = [line for line in lines if 'loss' in line]
     every = max(1, math.ceil(len(trained) / n))
     curve = pd.DataFrame(evaluations + trained[(len(trained) - 1) % every::every])
@@ -176,7 +178,6 @@ def diverged(test_loss, init_loss, curve):
     """
     if math.isnan(test_loss):
         return 1, curve.step.max()
-
     end_of_warmup = curve.step[curve.lr == curve.lr.max()].min()
     warmed_up = curve[(curve.step > end_of_warmup) & curve.lr.notna()]  # evaluations have no lr
     n = min(20, len(warmed_up) // 20)  # windows
@@ -200,67 +201,84 @@ def write_csv(path, rows, float_format=None):
 
 
 def collect(folders, out):
-    """Measures the finished runs in or right below `folders`, writes three csv files -> what is missing."""
-    rows, curves, distributions, missing = [], [], [], []
+    """
+    Measures the finished runs in or right below `folders` and writes three csv files -> the data that they
+    read, what is missing: two lists of lines. A run that cannot be read or measured stops no other.
+    """
+    rows, curves, distributions, missing, read = [], [], [], [], set()
+    columns = dict.fromkeys(report.RESULTS)  # then come statistics that a fork adds
     configs = [[*Path(folder).glob('config.json'), *Path(folder).glob('*/config.json')] for folder in folders]
     for config in sorted({*sum(configs, [])}):
         folder = config.parent
         if not (folder / 'result.json').exists():
             missing.append(f'not finished: {folder}')
             continue
+        try:
+            run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
+            run = {name: math.nan if value is None else value for name, value in run.items()}
+            run['device'] = run['device_name']  # the name of the GPU, not the flag
+            curve = training_curve(folder, run['steps'])
+            run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
+            read.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
+        except Exception as error:  # of many kinds, where a file is damaged
+            missing.append(f'left out: {folder}: {error} ({type(error).__name__})')
+            continue
+
         print(f'measuring {folder}', flush=True)
-        measured = measure_run(folder)
-        if measured['missing']:
-            missing.append(f'{folder} is without {measured["missing"]}')
-        run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
-        run = {name: math.nan if value is None else value for name, value in run.items()}
-        run['device'] = run['device_name']  # the name of the GPU, not the flag
-        curve = training_curve(folder)
-        run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
-        rows.append({**run, **measured.get('numbers', {})})
+        numbers, of_quantities = {}, {}
+        try:
+            numbers, of_quantities = map(measure_run(folder).get, ('numbers', 'distributions'))
+            if 'r_cos' not in numbers:
+                missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not E h')
+        except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
+            missing.append(f'{folder} is without statistics: {error} ({type(error).__name__})')
+        columns.update((name, None) for name in numbers if name != 'loss')  # of which it has the test loss
+        rows.append({**run, **numbers})
         curves.append(curve.assign(run=run['run']))
-        for quantity, numbers in measured.get('distributions', {}).items():
-            distributions.append({'run': run['run'], 'quantity': quantity, **numbers})
+        distributions += [{'run': run['run'], 'quantity': name, **x} for name, x in of_quantities.items()]
 
     check(rows, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
     rows = pd.DataFrame(rows)
     report.check_comparable(rows)
-    rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
-    write_csv(out / 'results.csv', rows.reindex(columns=report.RESULTS))
+    test_loss = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
+    rows = rows.assign(test_loss=test_loss).reindex(columns=[*columns])
+    report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuses what is not one table, before it is one
+    write_csv(out / 'results.csv', rows)
     write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
-    write_csv(out / 'distributions.csv', pd.DataFrame(distributions, columns=report.DISTRIBUTIONS))
-    return missing
+    write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
+    return sorted(read), missing
 
 
 # -------- learning rate sensitivity
 def learning_rate_sensitivity(runs):
     """
     LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
-    min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), which is what the published tables have. Left
-    out are seeds whose learning rates are not those of the seed with the most, such as one that is not done.
+    min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), which is what the published tables have. A second
+    list names the seeds left out: their learning rates are not those of the seed with the most, or just one.
     A method with a seed that learned nothing at any learning rate has no LRS: it would be 0, the best.
     """
-    setting = ['size', 'weight_tying', 'variant']
-    by = [*setting, 'plain_name', 'method', 'lam', 'seed']
+    by = [*VARIANT, 'seed']
     runs = runs[runs.in_paper_setting]
     lowest = runs.groupby(by, dropna=False).capped_loss.transform('min')
     runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - report.MIN_LEARNED)
     rows = runs.groupby(by, sort=False, dropna=False).agg(
         lrs=('rise', 'mean'), total=('rise', 'sum'), n_lrs=('rise', 'count'),
         rates=('lr', lambda rates: ' '.join(f'{lr:g}' for lr in rates)),
-        n_params=('n_params', 'max'), diverged=('diverged', report.any_diverged), dead=('dead', 'all'))
-    rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1)
-    rows = rows[rows.n_lrs > 1].reset_index()
-    most_rates = rows.sort_values('n_lrs').groupby(setting).rates.transform('last').sort_index()
-    rows = rows[rows.rates == most_rates]
-    dead = rows.groupby(setting).dead.transform('any')
-    return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead))
+        n_params=('n_params', 'max'), dead=('dead', 'all'),
+        diverged=('diverged', report.any_diverged)).reset_index()
+    rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1).where(rows.n_lrs > 1)
+    by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
+    compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())
+    left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed {row.seed:g}, '
+                f'with learning rates {row.rates}' for row in rows[~compared].itertuples() if any(compared)]
+    rows = rows[compared]
+    dead = rows.groupby(VARIANT, dropna=False).dead.transform('any')
+    return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out
 
 
 def mean_over_seeds(lrs_of_seeds):
     """The rows of lrs.csv; `published` is the paper's number, for its own learning rates."""
-    rows = lrs_of_seeds.groupby(
-        ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam'], sort=False, dropna=False).agg(
+    rows = lrs_of_seeds.groupby(VARIANT, sort=False, dropna=False).agg(
         lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'), n_lrs=('n_lrs', 'max'), rates=('rates', 'first'),
         diverged=('diverged', report.any_diverged), seeds=('seed', 'nunique'),
         lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
@@ -277,39 +295,41 @@ user_path = os.path.expanduser  # bash does not expand the ~ in --out=~/results
 add = parser.add_argument
 add('runs', nargs='*', type=user_path, help='run folders, or folders of them: out/demo')
 add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead: see analysis/report.py')
-add('--out', type=user_path, help='folder to write to (default: results/NAME OF THE INPUT)')
+add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, NAME or NAME@REVISION")
 add('--text', type=user_path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
-add('--positions', type=nonnegative_int, default=16384,
+add('--positions', type=train.nonnegative_int, default=16384,
     help='with --hf: tokens of --text (16384); 0: E alone')
 
 
 def main(argv=None):
     args = parser.parse_args(argv)
     check(sum(map(bool, (args.runs, args.results, args.hf))) == 1, 'give run folders, or --results or --hf')
-    source = Path(args.results or (args.runs or args.hf)[0]).resolve()
-    source = source.parent if source.name == 'results.csv' else source
-    out = Path(args.out or Path('results', source.name.removesuffix('.csv')))
+    check(args.results is None or os.path.isfile(args.results), f'--results={args.results} is not a file')
+    inputs = [Path(name).resolve() for name in args.runs or args.hf or [args.results]]
+    names = [path.parent.name if path.name == 'results.csv' else path.name.removesuffix('.csv')
+             for path in inputs]
+    out = Path(args.out or Path('results', '+'.join(names)))
 
-    missing, figures = [], []
+    rounding, figures, lines, missing = [], [], [], []
     if args.hf:
         from analysis import hf  # it alone needs transformers
         tables = hf.measure_models(args, out)
     else:
-        missing = collect(args.runs, out) if args.runs else []
+        read, missing = collect(args.runs, out) if args.runs else ([], [])
         csv = Path(args.results or out / 'results.csv')
         runs = report.read_runs(csv)
-        curves = report.read_beside(csv, 'curves.csv', report.CURVES, runs)
-        distributions = report.read_beside(csv, 'distributions.csv', report.DISTRIBUTIONS, runs)
-        lrs_of_seeds = learning_rate_sensitivity(runs)
+        lrs_of_seeds, not_in_lrs = learning_rate_sensitivity(runs)
         lrs = mean_over_seeds(lrs_of_seeds)
-        write_csv(out / 'lrs.csv', lrs.drop(columns='plain_name'))
-        tables = report.make_tables(runs, lrs)
-        report.write_markdown(out / 'tables.md', tables)
-        figures = report.draw_figures(runs, lrs_of_seeds, curves, distributions, out / 'figures')
-    report.write_page(out / 'report.html', figures + tables, missing)
+        write_csv(out / 'lrs.csv', lrs.drop(columns=['plain_name', 'color']))
+        missing += not_in_lrs
+        lines = report.describe(runs, read)
+        rounding, tables = report.rounding_tables(runs), report.make_tables(runs, lrs)
+        report.write_markdown(out / 'tables.md', rounding + tables)
+        figures = report.draw_figures(csv, runs, lrs_of_seeds, out / 'figures', bool(rounding))
+    report.write_page(out / 'report.html', rounding + figures + tables, [*lines, *missing])
 
-    for table in tables:
+    for table in rounding + tables:
         if table['title'] != 'All runs':
             rows = table['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
             print('', table['title'], rows.to_string(index=False), sep='\n')

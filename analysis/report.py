@@ -4,17 +4,15 @@ checkpoint: a results.csv made elsewhere will do as well.
 
     results.csv        a row for each run: its settings, its test loss and the statistics of its model
     curves.csv         a row for each evaluation of a run and of at most 1,000 lines of its log
-    distributions.csv  a row for each run and quantity: mean, quartiles, extrema and shares
 """
 import base64
-import itertools
+import html
 import math
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -29,12 +27,12 @@ RESULTS = [
     'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log', 'r_emb_below_1', 'r_cos_below_1',
     'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device']
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
-CURVES = ['run', 'step', 'loss', 'test_loss', 'lr', 'mu_norm', 'logit_mean', 'logit_mean_spread',
+CURVES = ['run', 'step', 'loss', 'val_loss', 'test_loss', 'lr', 'mu_norm', 'logit_mean', 'logit_mean_spread',
           'logit_absmax']
-DISTRIBUTIONS = ['run', 'quantity', 'mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
-TEXT_COLUMNS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device', 'quantity'}
+TEXT_COLUMNS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device'}
 # What runs of one size must share: losses of other data, or after another length, are not to be compared.
-COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint']
+COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint',
+              'data_checksum']
 
 # Our rule of what diverged, in nats: see `diverged` in analyze.py.
 MAX_RISE = 0.5     # of the training loss
@@ -45,6 +43,10 @@ NAMES = {  # a method that is not here is called what METHODS calls it
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
     'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
     'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.'}
+COLORS = {  # the first six are the paper's; other methods and λ get the next of matplotlib's
+    'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
+    'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B',
+    'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
 
 
 def read_csv(path, columns, required=('run',)):
@@ -73,19 +75,26 @@ def check_comparable(runs):
 
 
 def name_variants(runs):
-    """Adds `variant`, what a run is called: its method, and where it leaves the paper's setting."""
+    """Adds what a run is called, its method and where it leaves the paper's setting, and its color."""
     beside_bf16 = (runs.logits_dtype == 'bfloat16').any()  # else fp32 is nothing unusual
     runs['fp32_head'] = beside_bf16 & (runs.logits_dtype == 'float32')
     own_lam = (runs.lam >= 0) & (runs.lam != runs.method.map(METHODS))
     own_cap = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
     name = runs.method.map(NAMES).fillna(runs.method)
-    setting = (runs.cap.map(', cap {:g}'.format).where(own_cap, '')
-               + runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
-               + runs.fp32_head.map({True: ', fp32 head', False: ''})
-               + (', from ' + runs.init_from).where(runs.init_from != '', ''))
-    runs['variant'] = name + runs.lam.map(' λ={:g}'.format).where(own_lam, '') + setting
+    lam = runs.lam.map(' λ={:g}'.format).where(own_lam, '')
+    cap = runs.cap.map(', cap {:g}'.format).where(own_cap, '')
+    planted = runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
+    head = runs.fp32_head.map({True: ', fp32 head', False: ''})
+    source = (', from ' + runs.init_from).where(runs.init_from != '', '')
+    setting = cap + planted + head + source
+    runs['variant'] = name + lam + setting
     runs['plain_name'] = name + setting
+    runs['but_for_rounding'] = name + lam + cap + source  # runs that differ by rounding at most share it
     runs['in_paper_setting'] = setting == ''
+    colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
+    others = [x for x in (name + lam).unique() if x not in colors]
+    colors |= {x: f'C{(len(colors) + i) % 10}' for i, x in enumerate(others)}  # matplotlib's
+    runs['color'] = (name + lam).map(colors)
 
 
 def sort_runs(runs):
@@ -119,16 +128,17 @@ def read_runs(path):
     return sort_runs(runs)
 
 
-def read_beside(path, name, columns, runs):
-    """The rows of curves.csv or distributions.csv beside a results.csv, if it is there, with their runs'."""
-    there = path.name == 'results.csv' and path.with_name(name).exists()
-    rows = read_csv(path.with_name(name), columns) if there else pd.DataFrame(columns=columns)
+def read_curves(path, runs):
+    """The rows of the curves.csv beside a results.csv, if it is there, with columns of their runs."""
+    curves = path.with_name('curves.csv')
+    there = path.name == 'results.csv' and curves.exists()
+    rows = read_csv(curves, CURVES) if there else pd.DataFrame(columns=CURVES)
     shared = runs.drop(columns=rows.columns.difference(['run', 'lr']), errors='ignore')
-    return shared.merge(rows.drop(columns='lr', errors='ignore'), on='run')  # lr is the run's, not the step's
+    return shared.merge(rows.drop(columns='lr'), on='run')  # lr is the run's, not the step's
 
 
 def at_default_lam(rows):
-    """Where a method has its default λ, without its rows of other λ: Table 4 and Figure 8 are for these."""
+    """Where a method has its default λ, without its rows of other λ, which have a table of their own."""
     is_default = rows.variant == rows.plain_name
     has_default = is_default.groupby([rows.method, rows['size']]).transform('any')
     return rows[is_default | ~has_default]
@@ -140,7 +150,8 @@ def any_diverged(diverged):
 
 
 # -------- tables
-STEADY = 1.1  # if the times of one method differ by more than this factor, the machine was probably shared
+MIN_RATES = 3  # with fewer learning rates there is no LRS table or figure
+SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
 FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
     'test_loss': '{:.4f}', 'diverged': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
@@ -162,7 +173,9 @@ def grid(rows, index, columns, cells):
 
 
 def lrs_table(lrs, columns, title):
-    """Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each of `columns`."""
+    """Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each of `columns`, or None."""
+    if lrs.n_lrs.max() < MIN_RATES:
+        return None
     complete = lrs.rates == lrs.rates[lrs.n_lrs == lrs.n_lrs.max()].mode()[0]
     best = lrs.lrs_n1 == lrs.lrs_n1.where(complete).groupby(lrs['size']).transform('min')
     cells, lowest, highest = (
@@ -174,9 +187,34 @@ def lrs_table(lrs, columns, title):
     cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
     cells = cells.where(lrs.lrs_n1.notna(), '-')
     return dict(title=title, rows=grid(lrs, 'size', columns, cells).rename(columns={'size': 'N'}), caption=(
-        'Summed over the n learning rates / (n - 1); means over seeds [lowest, highest]. Bold: the best of '
-        "its size. Underlined: no run diverged. Small: the paper's, of one seed. (n lr): over other learning "
-        'rates than most. -: no runs, or nothing was learned at any learning rate.'))
+        'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
+        'means over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: no run '
+        "diverged. Small: the paper's, of one seed. (n lr): over other learning rates than most. "
+        '-: no runs, or nothing was learned at any learning rate.'))
+
+
+def rounding_tables(runs):
+    """A table of runs that differ in a planted vector or the precision of the logits alone, if there are."""
+    logits = runs.logits_dtype.map({'bfloat16': 'BF16 logits', 'float32': 'fp32 logits'}).fillna('logits')
+    vector = runs.mu_shift.map(', vector of norm {:g}'.format).where(runs.mu_shift > 0, '')
+    runs = runs.assign(case=logits + vector, tying=runs.weight_tying.map(TYING), η=runs.lr.map('{:g}'.format))
+    setting = ['but_for_rounding', 'size', 'tying', 'η']
+    runs = runs[runs.groupby(setting).case.transform('nunique') > 1]
+    if runs.test_loss.count() < 2:
+        return []
+    means = runs.groupby([*setting, 'case'], sort=False).test_loss.agg(lambda x: x.mean(skipna=False))
+    table = means.map('{:.2f}'.format).unstack(sort=False).fillna('-')
+    table = table.rename_axis(columns=None).reset_index().rename(columns={'but_for_rounding': 'method'})
+    worst = runs.loc[runs.test_loss.idxmax()]
+    others = runs.test_loss.drop(worst.name)
+    planted = ('Some runs began with one vector added to all output embeddings. This adds one number to all '
+               'logits of a position, which changes no probability or gradient but by rounding. ')
+    return [dict(title='What rounding does', rows=table, caption=(
+        f'{planted if (runs.mu_shift > 0).any() else ""}BF16 has 8 significant bits: between 512 and 1,024, '
+        f'say, only multiples of 4. <b>{worst.but_for_rounding} with {worst.case} ends at a test loss of '
+        f'{worst.test_loss:.2f}, the others at {others.min():.2f} to {others.max():.2f}</b>; all began at '
+        f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. Test losses are means over seeds, at the '
+        'learning rate η, nan if a run was not finite. -: no run.'))]
 
 
 def overhead_table(runs, tying):
@@ -186,7 +224,7 @@ def overhead_table(runs, tying):
     where = ['size', 'device', 'steps']
     seconds = timed.groupby([*where, 'plain_name'], sort=False).train_seconds
     times = seconds.agg(['mean', 'min', 'max', 'count'])
-    times = times[(times['count'] > 1) & (times['max'] < STEADY * times['min'])].reset_index()
+    times = times[(times['count'] > 1) & (times['max'] < SAME_SPEED * times['min'])].reset_index()
     is_baseline = times.plain_name == 'baseline'
     rows = times[~is_baseline].merge(times[is_baseline], on=where, suffixes=('', '_of_baseline'))
     if rows.empty:
@@ -197,8 +235,8 @@ def overhead_table(runs, tying):
     table = grid(rows, where, 'plain_name', cells)
     return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
         "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
-        f'and steps. Left out: runs that stopped, methods of one run or with times {STEADY - 1:.0%} apart. '
-        "Small: the paper's, on four A100. (Table 6)"))
+        f'and steps. Left out: runs that stopped, methods of one run or with times {SAME_SPEED - 1:.0%} '
+        "apart. Small: the paper's, on four A100. (Table 6)"))
 
 
 def run_table(runs):
@@ -219,13 +257,13 @@ def make_tables(runs, lrs):
     """All tables that there are data for: LRS and λ of each tying, times, all runs."""
     tables = []
     for tying, part in lrs.groupby('weight_tying'):
-        default = at_default_lam(part)
+        title, default = f'Learning rate sensitivity (LRS), {TYING[tying]}', at_default_lam(part)
         seeds = ' to '.join(map(str, sorted({default.seeds.min(), default.seeds.max()})))
-        tables.append(lrs_table(default, 'variant', f'LRS (n-1), {TYING[tying]}, seeds: {seeds}'))
+        tables.append(lrs_table(default, 'variant', f'{title}, seeds of each: {seeds}'))
         for name, rows in part.groupby('plain_name', sort=False):
             if rows.lam.nunique() > 1:
                 rows = rows.sort_values('lam', kind='stable').assign(lam=rows.lam.map('{:g}'.format))
-                tables.append(lrs_table(rows, 'lam', f'{name} for several λ: LRS (n-1), {TYING[tying]}'))
+                tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
     for tying, part in runs.groupby('weight_tying'):
         tables.append(overhead_table(part, TYING[tying]))
     return [table for table in (*tables, run_table(runs)) if table]
@@ -233,22 +271,17 @@ def make_tables(runs, lrs):
 
 # -------- figures
 # A function for each, or None without data. Its name is the file's, its docstring the title and the caption.
-# Of several λ the default is drawn, but for sensitivity and training, which has every run.
-COLORS = {  # the first six are the paper's; a method that is not here gets the next of matplotlib's
-    'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
-    'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B',
-    'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
+# Of several λ the default is drawn, but for the training curves, which have every run.
 UNKNOWN = '0.8'  # the light grey of a marker if it is unknown whether the run diverged
 STYLES = {  # marker and line of a size; of others like those of tiny
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
 LABELS = {
-    'lr': r'learning rate $\eta$', 'n_params': '$N$', 'lrs_n1': r'LRS ($n-1$)',
-    'capped_loss': r'test loss $\mathcal{L}$', 'test_loss': r'test loss $\mathcal{L}$',
-    'loss': r'training loss $\mathcal{L}$', 'logit_mean_spread': r'spread of $\bar{l}$',
-    'mu_norm': r'$\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
-    'logit_mean': r'mean logit $\bar{l}$', 'logit_std': r'logit standard deviation $\sigma_l$',
-    'logit_absmax': r'$\max_i |l_i|$',
+    'lr': r'learning rate $\eta$', 'n_params': 'parameters $N$', 'lrs_n1': 'learning rate sensitivity',
+    'capped_loss': r'test loss $\mathcal{L}$', 'val_loss': 'val loss', 'loss': 'training loss',
+    'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
+    'logit_mean': r'mean logit $\bar{l}$', 'logit_mean_spread': r'spread of the mean logit',
+    'logit_std': r'standard deviation $\sigma_l$', 'logit_absmax': r'largest logit, $\max_i |l_i|$',
     'r_emb': r'$r_{\rm emb}$', 'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
 
 plt.switch_backend('agg')  # files alone, no windows
@@ -257,26 +290,17 @@ plt.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'figure.dpi': 160})
 
 
-def color(run):
-    """The colour of a row's method: lighter below its default λ, darker above it."""
-    base = np.array(to_rgb(COLORS.setdefault(run.method, f'C{len(COLORS) % 10}')))
-    default = METHODS.get(run.method)
-    shade = 0.12 * math.log10(run.lam / default) if default and run.lam > 0 else 0
-    target = 1 if shade < 0 else 0  # white or black
-    return tuple(base + min(abs(shade), 0.6) * (target - base))
-
-
 def draw_lines(ax, rows, x, y):
     """A line for each variant, and size if x is lr: means over the seeds, bars to the lowest and highest."""
     for _, part in rows.groupby('variant' if x == 'n_params' else ['size', 'variant'], sort=False):
         seeds = part.groupby(x)
         mean = seeds[y].mean()
-        shade = color(part.iloc[0])
+        color = part.color.iloc[0]
         marker, dash = STYLES.get(part['size'].iloc[0] if x == 'lr' else None, ('o', '-'))
-        faces = seeds.diverged.agg(any_diverged).map({0: 'white', 1: shade}).fillna(UNKNOWN)
-        ax.plot(mean.index, mean, linestyle=dash, color=shade, linewidth=1.2)
-        ax.vlines(mean.index, seeds[y].min(), seeds[y].max(), color=shade, linewidth=0.8)
-        ax.scatter(mean.index, mean, 25, marker=marker, edgecolors=[shade], linewidths=1, zorder=3,
+        faces = seeds.diverged.agg(any_diverged).map({0: 'white', 1: color}).fillna(UNKNOWN)
+        ax.plot(mean.index, mean, linestyle=dash, color=color, linewidth=1.2)
+        ax.vlines(mean.index, seeds[y].min(), seeds[y].max(), color=color, linewidth=0.8)
+        ax.scatter(mean.index, mean, 25, marker=marker, edgecolors=color, linewidths=1, zorder=3,
                    facecolors=list(faces), clip_on=False)
     ax.set(xscale='log', xlabel=LABELS[x], ylabel=LABELS.get(y))
     if x == 'n_params':
@@ -298,7 +322,7 @@ def stretch(ax, values):
 
 def legend(figure, rows, sizes=True):
     """Colours of variants, markers of sizes, what faces mean: below the figure."""
-    entries = [dict(color=color(run), label=run.variant)
+    entries = [dict(color=run.color, label=run.variant)
                for run in rows.drop_duplicates('variant').itertuples()]
     for size in rows['size'].unique() if sizes else []:
         marker, dash = STYLES.get(size, ('o', '-'))
@@ -306,7 +330,8 @@ def legend(figure, rows, sizes=True):
     for label, face in (('diverged', 'black'), ('converged', 'white'), ('divergence unknown', UNKNOWN)):
         entries.append(dict(marker='o', linestyle='', label=label, markerfacecolor=face))
     handles = [Line2D([], [], **{'color': 'black', **entry}) for entry in entries]
-    figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
+    figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4,
+                  title='points: means over seeds; bars: from the lowest to the highest')
 
 
 def four_panels(rows, columns):
@@ -325,12 +350,15 @@ def four_panels(rows, columns):
 
 
 def loss(rows):
-    """Loss against learning rate. Capped at the loss at initialisation. Bars: all seeds. (Figures 2 and 9)"""
+    """
+    Test loss against learning rate. A loss above the one at initialisation is drawn as that one. Small
+    panels: the two largest learning rates. (Figures 2 and 9 of the paper)
+    """
     largest = sorted(rows.lr.unique())[-2:]
     if len(largest) < 2:
         return None
     sizes = rows['size'].unique()
-    figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(3.6 + 1.5 * len(sizes), 3.8), sharey=True,
+    figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(5.1 + 1.5 * len(sizes), 3.8), sharey=True,
                                 width_ratios=[3] + [1] * len(sizes))
     draw_lines(axes[0], rows, 'lr', 'capped_loss')
     for ax, size in zip(axes[1:], sizes, strict=True):
@@ -343,7 +371,10 @@ def loss(rows):
 
 
 def lrs_of_sizes(lrs):
-    """LRS against model size. Summed / (n - 1), as in the paper. Bars: all seeds. (Figures 3 and 10)"""
+    """
+    Learning rate sensitivity (LRS) against model size. How far the test losses at the n learning rates lie
+    above the lowest of them, summed / (n - 1). (Figures 3 and 10 of the paper)
+    """
     rows = lrs.dropna(subset='n_params')
     if rows.n_params.nunique() < 2:
         return None
@@ -355,74 +386,46 @@ def lrs_of_sizes(lrs):
 
 
 def statistics(rows):
-    """Mean embedding and logits. Means over the test positions. Bars: all seeds. (Figure 4)"""
+    """
+    Mean embedding and logits against learning rate. The norm of the mean μ of the output embeddings; of the
+    logits of a position their mean, standard deviation and largest |logit|, as means over the test positions.
+    (Figure 4 of the paper)
+    """
     return four_panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'])
 
 
 def fact_3(rows):
-    """Quantities of Fact 3. Of the baseline, means over the vocabulary or the test positions. (Figure 5)"""
+    """
+    What centering would change in the baseline. r_emb: the norm of an output embedding with μ subtracted,
+    divided by that without. r_cos, r_log: likewise for the largest |cosine| with a hidden state h and the
+    largest |logit| of a position. Below 1, the dotted line, centering lowers it. cos(μ, h) is the cosine of
+    the mean embedding and h. Means over the vocabulary or the test positions. (Figure 5 of the paper)
+    """
     return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
 
 
-def distributions(rows):
-    """Distributions of these. Left: quartiles, extrema; right, red: shares. (Figures 11 and 12)"""
-    rows = rows[rows.in_paper_setting & (rows.method == 'baseline')].dropna(subset='median')
-    if rows.empty:
-        return None
-    names = {'q25': 'q1', 'median': 'med', 'q75': 'q3', 'min': 'whislo', 'max': 'whishi'}  # matplotlib's
-    sizes = rows['size'].unique()
-    quantities = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
-    figure, axes = plt.subplots(len(sizes), 4, figsize=(12, 2.2 * len(sizes) + 0.5), squeeze=False)
-    for ax, (size, quantity) in zip(axes.flat, itertools.product(sizes, quantities), strict=True):
-        part = rows[(rows['size'] == size) & (rows.quantity == quantity)].drop_duplicates('lr')
-        share, limit = ('above_0', 0) if quantity == 'cos_mu_h' else ('below_1', 1)
-        ax.bxp(part.rename(columns=names).to_dict('records'), positions=part.lr, widths=0.35 * part.lr,
-               showfliers=False, patch_artist=True, manage_ticks=False, boxprops={'facecolor': '0.75'},
-               medianprops={'color': 'black'})
-        ax.axhline(limit, color='black', linewidth=0.8, linestyle=':')
-        ax.set(title=size, xscale='log', xlabel=LABELS['lr'], ylabel=LABELS[quantity])
-        stretch(ax, part[['min', 'max']].stack())
-        right = ax.twinx()
-        draw_lines(right, part.assign(percent=100 * part[share]), 'lr', 'percent')
-        right.set(ylabel='% > 0' if limit == 0 else '% < 1', ylim=(-5, 105))
-        right.grid(False)
-    return figure
-
-
-def sensitivity(runs, lrs):
-    """Sensitivity to λ. Test loss against learning rate and LRS against size. (Figure 8)"""
-    rows = runs[runs.groupby('plain_name').lam.transform('nunique') > 1]
-    lrs = lrs[lrs.variant.isin(rows.variant)].dropna(subset='n_params')
-    names = lrs.plain_name.unique()
-    if not len(names):
-        return None
-    figure, axes = plt.subplots(2, len(names), figsize=(4.4 * len(names), 7), squeeze=False, sharey='row')
-    for (top, bottom), name in zip(axes.T, names, strict=True):
-        draw_lines(top, rows[rows.plain_name == name], 'lr', 'capped_loss')
-        top.set_title(name)
-        draw_lines(bottom, lrs[lrs.plain_name == name], 'n_params', 'lrs_n1')
-        stretch(bottom, lrs.lrs_n1[lrs.plain_name == name])
-    legend(figure, rows.assign(variant=rows.plain_name + rows.lam.map(' λ={:g}'.format)))
-    return figure
-
-
 def training(curves):
-    """Training curves. A row for each learning rate, a line for each run, of means of ten log lines."""
+    """
+    Training curves. A row for each learning rate η, a line for each run: its loss, the norm of the mean μ of
+    the output embeddings, and of the logits of a step their mean, its standard deviation over the positions,
+    and the largest |logit| of a position, on average. All but a val loss are means of ten log lines. Dotted:
+    fp32 logits beside others in BF16. Dashed: a vector added at the start (shift), or another start or cap.
+    """
     curves = curves[curves.step > 0]
-    evaluated = curves.groupby('run').test_loss.count().median() > 2  # not only at the start and the end
-    loss = 'test_loss' if evaluated else 'loss'
+    loss = 'val_loss' if curves.groupby('run').val_loss.count().median() > 1 else 'loss'
     if curves[loss].isna().all():
         return None  # not finite from the first step on
     columns = [loss, 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_absmax']
     rates = curves.groupby('lr')
-    figure, axes = plt.subplots(len(rates), 5, squeeze=False, sharex=True, figsize=(13.5, 1 + 2 * len(rates)))
+    figure, axes = plt.subplots(len(rates), len(columns), squeeze=False, sharex=True,
+                                figsize=(13.5, 1 + 2 * len(rates)))
     for axes_of_rate, (lr, rows) in zip(axes, rates, strict=True):
         for ax, column in zip(axes_of_rate, columns, strict=True):
             for _, run in rows.dropna(subset=column).groupby('run', sort=False):
                 smooth = run[column].rolling(10, min_periods=1, center=True).mean()
                 first = run.iloc[0]
                 dash = ':' if first.fp32_head else '-' if first.in_paper_setting else '--'
-                ax.plot(run.step, run[column] if column == 'test_loss' else smooth, dash, color=color(first),
+                ax.plot(run.step, run[column] if column == 'val_loss' else smooth, dash, color=first.color,
                         label=first.variant, linewidth=0.9)
             stretch(ax, rows[column])
             ax.set(xlabel='step', ylabel=LABELS[column])
@@ -433,26 +436,29 @@ def training(curves):
     return figure
 
 
-def draw_figures(all_runs, all_lrs, all_curves, all_distributions, folder):
-    """Draws what there are data for, as PNG files in `folder` -> their titles, captions and files."""
+def draw_figures(csv, all_runs, all_lrs, folder, curves_first=False):
+    """
+    Draws what there are data for, as PNG files in `folder` -> their titles, captions and files. Training
+    curves have all runs, the others those in the paper's setting.
+    """
+    all_curves, all_lrs = read_curves(csv, all_runs), all_lrs[all_lrs.n_lrs >= MIN_RATES]
     figures = []
     for tying, word in TYING.items():
-        runs, lrs, curves, boxes = (
-            rows[rows.weight_tying == tying] for rows in (all_runs, all_lrs, all_curves, all_distributions))
+        runs, lrs, curves = (rows[rows.weight_tying == tying] for rows in (all_runs, all_lrs, all_curves))
         runs = runs[runs.in_paper_setting]
         default = at_default_lam(runs)
         to_draw = [(loss, '', default), (lrs_of_sizes, '', at_default_lam(lrs)), (statistics, '', default),
-                   (fact_3, '', runs), (distributions, '', boxes), (sensitivity, '', runs, lrs),
-                   *((training, size, rows) for size, rows in curves.groupby('size', sort=False))]
-        for function, size, *data in to_draw:
+                   (fact_3, '', runs)]
+        of_sizes = [(training, size, rows) for size, rows in curves.groupby('size', sort=False)]
+        for function, size, *data in of_sizes + to_draw if curves_first else to_draw + of_sizes:
             figure = function(*data)
             if figure is None:
                 continue
-            title, _, caption = function.__doc__.partition('. ')
+            title, _, caption = ' '.join(function.__doc__.split()).partition('. ')
             path = folder / ('_'.join(filter(None, (function.__name__, size, word))) + '.png')
             path.parent.mkdir(exist_ok=True)
             figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
-            figure.savefig(path)
+            figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
             plt.close(figure)
             title = ', '.join(filter(None, (title, size, word)))
             figures.append(dict(title=title, caption=caption, file=path))
@@ -466,6 +472,30 @@ STYLE = '''<!doctype html><meta charset="utf-8"><style>
 </style>'''
 
 
+def describe(runs, read=()):
+    """Lines that say what was run, on what was `read`, and what too few rates, seeds or steps cannot say."""
+    settings = {'size': runs['size'], 'weight tying': runs.weight_tying.map(TYING),
+                'method': runs.method.map(NAMES).fillna(runs.method), 'learning rate': runs.lr,
+                'planted vector of norm': runs.mu_shift[runs.mu_shift > 0], 'seed': runs.seed,
+                'steps': runs.steps, 'matmuls in': runs.dtype, 'logits in': runs.logits_dtype,
+                'device': runs.device, 'data': pd.Series(read)}
+    texts = []
+    for name, column in settings.items():
+        values = column[column.notna() & (column != '')].drop_duplicates()
+        if values.dtype == float:
+            values = values.sort_values().map('{:,g}'.format)
+        texts += [f'{name}: {", ".join(values)}'] if len(values) else []
+    lines = [f'{len(runs)} runs. {"; ".join(texts)}.']
+    setting = runs.groupby(['size', 'weight_tying', 'variant'])
+    if setting.lr.nunique().max() < MIN_RATES:
+        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of a method.')
+    if runs.steps.max() < 10_000:
+        lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
+    if setting.seed.nunique().max() < 3:
+        lines.append('With fewer than three seeds, a difference between methods may be chance.')
+    return lines
+
+
 def write_markdown(path, tables):
     texts = []
     for table in tables:
@@ -475,9 +505,10 @@ def write_markdown(path, tables):
     path.write_text('\n'.join(texts), encoding='utf-8')
 
 
-def write_page(path, items, left_out):
-    """Writes report.html, which needs no other file; `left_out` are lines about runs that are not in it."""
-    page = f'{STYLE}<h1>{path.resolve().parent.name}</h1>\n<p>{"<br>".join(left_out)}</p>\n'
+def write_page(path, items, lines):
+    """Writes report.html, which needs no other file. It opens with `lines`: what was run, what is missing."""
+    page = f'{STYLE}<h1>{path.resolve().parent.name}</h1>\n'
+    page += ''.join(f'<p>{html.escape(line)}</p>\n' for line in lines)
     for item in items:
         page += f'<h2>{item["title"]}</h2>\n<p>{item["caption"]}</p>\n'
         if 'rows' in item:
