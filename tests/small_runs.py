@@ -27,7 +27,7 @@ def shard(tokens):
 
 
 def without_times(entry):
-    return {k: v for k, v in entry.items() if k not in ('tokens_per_second', 'mfu', 'train_seconds')}
+    return {k: v for k, v in entry.items() if k not in ('tokens_per_second', 'train_seconds')}
 
 
 def log_of(folder):

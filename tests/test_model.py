@@ -24,18 +24,11 @@ def settings(*flags):
 
 
 def test_published_sizes():
-    """Their parameters, the FLOP of a batch at 16M, the cards' peaks."""
     with torch.device('meta'):
         for size, millions in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
             for tying in (False, True):
                 n = GPT(GPTConfig(**SIZES[size], weight_tying=tying)).n_params()
                 assert round(n / 1e6, 1) == millions
-        gpt = GPT(GPTConfig(**SIZES['16M']))
-    assert gpt.mfu(64 * 2048, 'NVIDIA A100-SXM4-80GB') == pytest.approx(1.44e13 / 312e12, rel=2e-3)
-    a100 = 312 * gpt.mfu(1, 'NVIDIA A100-SXM4-80GB')
-    for name in ('NVIDIA H100 80GB HBM3', 'NVIDIA H200'):
-        assert 989 * gpt.mfu(1, name) == pytest.approx(a100)
-    assert gpt.mfu(64 * 2048, 'cpu') is None
 
 
 @pytest.mark.parametrize('tying', [False, True])
