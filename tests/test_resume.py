@@ -132,18 +132,21 @@ def test_other_data(corpus, begun, tmp_path):
     assert (begun / 'result.json').exists()
 
 
-OTHER = {  # of every flag a value that test_what_may_change's run does not have
-    'method': 'mu_loss', 'lam': 1, 'cap': 5, 'mu_shift': 1, 'size': '16M', 'weight_tying': '', 'n_layer': 2,
-    'n_embd': 64, 'n_head': 2, 'vocab_size': 512, 'block_size': 16, 'rope_fraction': 1, 'lr': 1, 'min_lr': 0,
-    'warmup': 3, 'steps': 50, 'batch_size': 8, 'beta1': 0.8, 'beta2': 0.9, 'eps': 1e-7, 'grad_clip': 0,
-    'seed': 2, 'dtype': 'bfloat16', 'logits_dtype': 'bfloat16', 'init_from': 'x', 'log_every': 2,
-    'eval_every': 7, 'eval_tokens': 64, 'test_tokens': 64}
-MAY_CHANGE = {'device': 'cpu', 'micro_batch_size': 1, 'compile': '', 'threads': 2, 'data': 'moved',
-              'out': 'run', 'ckpt_every': 7, 'keep_every': 7, 'wandb': 'x'}
+# Values that the run below does not have: what may not change when it resumes, and what may.
+OTHER = """method=mu_loss lam=1 cap=5 mu_shift=1 size=16M weight_tying n_layer=2 n_embd=64 n_head=2
+    vocab_size=512 block_size=16 rope_fraction=1 lr=1 min_lr=0 warmup=3 steps=50 batch_size=8 beta1=0.8 beta2=0.9 eps=1e-7
+    grad_clip=0 seed=2 dtype=bfloat16 logits_dtype=bfloat16 init_from=x log_every=2 eval_every=7
+    eval_tokens=64 test_tokens=64""".split()
+MAY_CHANGE = '''device=cpu micro_batch_size=1 compile threads=2 data=moved out=run ckpt_every=7
+    keep_every=7 wandb=x'''
+ARCHITECTURE = 'n_layer=2 n_embd=64 n_head=2 vocab_size=512 weight_tying rope_fraction=1'.split()
 
 
 def test_what_may_change(corpus, tmp_path, monkeypatch):
-    """On resume: each flag is refused, by its name, or passes; so do what the machine and the code are."""
+    """
+    Each flag is refused by its name or passes, when a run resumes and when it starts from another's model.
+    What the machine and the code are may change.
+    """
     begun = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, 'run', lambda args, *_: begun.append(args))
@@ -154,10 +157,11 @@ def test_what_may_change(corpus, tmp_path, monkeypatch):
     for folder in ('before', 'run'):
         os.makedirs(folder, exist_ok=True)
         train.save({'model': {}, 'step': 1, 'config': vars(begun[0]) | machine}, f'{folder}/ckpt.pt')
-    for name, value in {**OTHER, **MAY_CHANGE}.items():
-        flag = f'--{name}={value}' if value != '' else f'--{name}'
-        if name in OTHER:
-            refused(lambda: train.main([*flags, flag]), f'before/ckpt.pt has {name}=')  # noqa: B023
-        else:
-            train.main([*flags, flag])
-    assert len(begun) == 1 + len(MAY_CHANGE)
+    from_model = ['--out=new', '--init_from=before/ckpt.pt']
+    for may_not, flag in [*(([], flag) for flag in OTHER), *((from_model, flag) for flag in ARCHITECTURE)]:
+        named = f'before/ckpt.pt has {flag.split("=")[0]}='
+        refused(lambda: train.main([*flags, *may_not, f'--{flag}']), named)  # noqa: B023
+    may = [*MAY_CHANGE.split(), *({*OTHER} - {*ARCHITECTURE, 'mu_shift=1', 'init_from=x'})]
+    for flag in may:
+        train.main([*flags, *(from_model if flag in OTHER else []), f'--{flag}'])
+    assert len(begun) == 1 + len(may)

@@ -140,15 +140,6 @@ def test_init_from_a_model(whole, trained):
     assert result_of(run)['init_loss'] is None
 
 
-@pytest.mark.parametrize('flag', ['--weight_tying', '--rope_fraction=1', '--n_head=2', '--n_layer=2',
-                                  '--n_embd=64', '--vocab_size=512'])
-def test_init_from_another_architecture(flag, whole, trained, tmp_path):
-    named = flag.strip('-').split('=')[0] + '='
-    source = f'{whole}/model_20.pt'
-    refused(lambda: trained('bad', f'--init_from={source}', flag), f'{source} has {named}')
-    assert folder_hash(tmp_path) == {}
-
-
 def test_wandb(trained, monkeypatch):
     """It gets every line of the log, in one run, also of a run that resumes."""
     seen = []
