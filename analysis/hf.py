@@ -19,12 +19,12 @@ PIECE = 2**18  # characters of a text that are tokenised at a time
 MASKS = ('.attn.bias', '.attention.bias', '.masked_bias', '.causal_mask')  # in old files; they are no weights
 CAPTION = (
     'e: the output embedding of one of V tokens, with H numbers; μ: their mean. mu_norm: ‖μ‖. mean_share: '
-    'V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖, averaged over tokens. On a text, h: a hidden state that e '
-    'is multiplied by. logit_mean, _std, _absmax: mean, standard deviation and largest size of bf16 logits '
-    'at a position, averaged. logit_mean_spread: how the mean varies. logit_max: the largest size of all. '
-    'r_log, r_cos: the largest e . h, or cosine of e and h, with e - μ / with e. cos_mu_h: cosine of μ and '
-    'h. bf16, fp32: cross entropy in nats, logits in this precision. cost: bf16 - fp32. bf16_centered: with '
-    'e - μ; under a cap that is another model.')
+    'V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖, averaged over tokens. On a text, averaged over positions: '
+    'logit_mean, _std, _absmax: mean, standard deviation and largest size of the bf16 logits. '
+    'logit_mean_spread: how the mean varies. logit_max: the largest size of all. cos_mu_h: the cosine of μ '
+    'and the hidden state h. r_log, r_cos: the largest |e . h|, or |cosine| of e and h, with e - μ / with e. '
+    'bf16, fp32: cross entropy in nats with such logits; cost: their difference. bf16_centered: with e - μ, '
+    'which under a cap is another model.')
 
 
 def verdict(tied, cap):
@@ -125,5 +125,5 @@ def measure_models(args, out):
     advice = [f'{m.model}: {m.tying}, cap {m.cap}. {m.verdict}' for m in measured.itertuples()]
     print('', *advice, sep='\n')
     rows = measured.drop(columns=['tying', 'cap', 'verdict']).set_index('model').map('{:.6g}'.format)
-    rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
+    rows = rows.T.rename_axis('').reset_index()
     return [dict(title='Output embeddings and logits', rows=rows, caption='<br>'.join([*advice, CAPTION]))]
