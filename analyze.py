@@ -300,8 +300,7 @@ add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead
 add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, NAME or NAME@REVISION")
 add('--text', type=user_path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
-add('--positions', type=train.nonnegative_int, default=16384,
-    help='with --hf: tokens of --text (16384); 0: E alone')
+add('--positions', type=train.nonnegative_int, default=16384, help='with --hf: how many (16384); 0: E alone')
 
 
 def main(argv=None):
@@ -327,7 +326,7 @@ def main(argv=None):
         lines, missing = report.describe(runs, read), missing + not_in_lrs
         rounding, tables = report.rounding_tables(runs), report.make_tables(runs, lrs)
         report.write_markdown(out / 'tables.md', rounding + tables)
-        figures = report.draw_figures(csv, runs, lrs_of_seeds, out / 'figures', bool(rounding))
+        figures = report.draw_figures(csv, runs, out / 'figures', bool(rounding))
     report.write_page(out / 'report.html', rounding + figures + tables, [*lines, *missing])
 
     for table in rounding + tables:

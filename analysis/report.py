@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from model import METHODS, SIZES
 from train import check
@@ -150,7 +150,7 @@ def any_diverged(diverged):
 
 
 # -------- tables
-MIN_RATES = 3  # with fewer learning rates there is no LRS table or figure
+MIN_RATES = 3  # with fewer learning rates there is no LRS table
 FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
     'test_loss': '{:.4f}', 'diverged': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
@@ -240,9 +240,8 @@ STYLES = {  # marker and line of a size; of others like those of tiny
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
 LABELS = {
-    'lr': r'learning rate $\eta$', 'n_params': 'parameters $N$', 'lrs_n1': 'learning rate sensitivity',
-    'capped_loss': r'test loss $\mathcal{L}$', 'val_loss': 'val loss', 'loss': 'training loss',
-    'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
+    'lr': r'learning rate $\eta$', 'capped_loss': 'test loss', 'val_loss': 'val loss',
+    'loss': 'training loss', 'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
     'logit_mean': r'mean logit $\bar{l}$', 'logit_mean_spread': r'spread of the mean logit',
     'logit_std': r'standard deviation $\sigma_l$', 'logit_absmax': r'largest logit, $\max_i |l_i|$',
     'r_emb': r'$r_{\rm emb}$', 'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
@@ -253,23 +252,19 @@ plt.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'figure.dpi': 160})
 
 
-def draw_lines(ax, rows, x, y):
-    """A line for each variant, and size if x is lr: means over the seeds, bars to the lowest and highest."""
-    for _, part in rows.groupby('variant' if x == 'n_params' else ['size', 'variant'], sort=False):
-        seeds = part.groupby(x)
+def draw_lines(ax, rows, y):
+    """y over lr, a line for each size and variant: means over the seeds, bars to the lowest and highest."""
+    for (size, _), part in rows.groupby(['size', 'variant'], sort=False):
+        seeds = part.groupby('lr')
         mean = seeds[y].mean()
         color = part.color.iloc[0]
-        marker, dash = STYLES.get(part['size'].iloc[0] if x == 'lr' else None, ('o', '-'))
+        marker, dash = STYLES.get(size, ('o', '-'))
         faces = seeds.diverged.agg(any_diverged).map({0: 'white', 1: color}).fillna(UNKNOWN)
         ax.plot(mean.index, mean, linestyle=dash, color=color, linewidth=1.2)
         ax.vlines(mean.index, seeds[y].min(), seeds[y].max(), color=color, linewidth=0.8)
         ax.scatter(mean.index, mean, 25, marker=marker, edgecolors=color, linewidths=1, zorder=3,
                    facecolors=list(faces), clip_on=False)
-    ax.set(xscale='log', xlabel=LABELS[x], ylabel=LABELS.get(y))
-    if x == 'n_params':
-        sizes = rows.drop_duplicates('size')
-        ax.set_xticks(sizes.n_params, sizes['size'])
-        ax.xaxis.set_minor_locator(NullLocator())
+    ax.set(xscale='log', xlabel=LABELS['lr'], ylabel=LABELS.get(y))
 
 
 def stretch(ax, values):
@@ -283,11 +278,11 @@ def stretch(ax, values):
         ax.autoscale(axis='y')  # or its margins would be those of a linear axis
 
 
-def legend(figure, rows, sizes=True):
+def legend(figure, rows):
     """Colours of variants, markers of sizes, what faces mean: below the figure."""
     handles = [Line2D([], [], color=run.color, label=run.variant)
                for run in rows.drop_duplicates('variant').itertuples()]
-    for size in rows['size'].unique() if sizes else []:
+    for size in rows['size'].unique():
         marker, dash = STYLES.get(size, ('o', '-'))
         handles.append(Line2D([], [], color='black', marker=marker, mfc='white', ls=dash, label=size))
     for label, face in (('diverged', 'black'), ('converged', 'white'), ('divergence unknown', UNKNOWN)):
@@ -302,7 +297,7 @@ def four_panels(rows, columns):
         return None
     figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.2))
     for ax, column in zip(axes.flat, columns, strict=True):
-        draw_lines(ax, rows.dropna(subset=column), 'lr', column)
+        draw_lines(ax, rows.dropna(subset=column), column)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         else:
@@ -322,28 +317,13 @@ def loss(rows):
     sizes = rows['size'].unique()
     figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(5.1 + 1.5 * len(sizes), 3.8), sharey=True,
                                 width_ratios=[3] + [1] * len(sizes))
-    draw_lines(axes[0], rows, 'lr', 'capped_loss')
+    draw_lines(axes[0], rows, 'capped_loss')
     for ax, size in zip(axes[1:], sizes, strict=True):
-        draw_lines(ax, rows[(rows['size'] == size) & rows.lr.isin(largest)], 'lr', 'capped_loss')
+        draw_lines(ax, rows[(rows['size'] == size) & rows.lr.isin(largest)], 'capped_loss')
         ax.set(title=size, ylabel='', xlabel=r'$\eta$')
         ax.set_xticks(largest, [f'{lr:g}' for lr in largest])
         ax.minorticks_off()
     legend(figure, rows)
-    return figure
-
-
-def lrs_of_sizes(lrs):
-    """
-    Learning rate sensitivity (LRS) against model size. How far the test losses at the n learning rates lie
-    above the lowest of them, summed / (n - 1). (Figures 3 and 10 of the paper)
-    """
-    rows = lrs.dropna(subset='n_params')
-    if rows.n_params.nunique() < 2:
-        return None
-    figure, ax = plt.subplots(figsize=(7.5, 4))
-    draw_lines(ax, rows, 'n_params', 'lrs_n1')
-    stretch(ax, rows.lrs_n1)
-    legend(figure, rows, sizes=False)
     return figure
 
 
@@ -398,29 +378,28 @@ def training(curves):
     return figure
 
 
-def draw_figures(csv, all_runs, all_lrs, folder, curves_first=False):
+def draw_figures(csv, all_runs, folder, curves_first=False):
     """
     Draws what there are data for, as PNG files in `folder` -> their titles, captions and files. Training
     curves have all runs, the others those in the paper's setting, at the default λ if there are several.
     """
-    all_curves, all_lrs = read_curves(csv, all_runs), all_lrs[all_lrs.n_lrs >= MIN_RATES]
+    all_curves = read_curves(csv, all_runs)
     figures = []
     for tying, word in TYING.items():
-        runs, lrs, curves = (rows[rows.weight_tying == tying] for rows in (all_runs, all_lrs, all_curves))
+        runs, curves = (rows[rows.weight_tying == tying] for rows in (all_runs, all_curves))
         runs = at_default_lam(runs[runs.in_paper_setting])
-        to_draw = [(loss, '', runs), (lrs_of_sizes, '', at_default_lam(lrs)), (statistics, '', runs),
-                   (fact_3, '', runs)]
+        to_draw = [(loss, '', runs), (statistics, '', runs), (fact_3, '', runs)]
         of_sizes = [(training, size, rows) for size, rows in curves.groupby('size', sort=False)]
         for function, size, rows in of_sizes + to_draw if curves_first else to_draw + of_sizes:
             figure = function(rows)
             if figure:
+                title, _, caption = ' '.join(function.__doc__.split()).partition('. ')
+                title = ', '.join(filter(None, (title, size, word)))
                 path = folder / ('_'.join(filter(None, (function.__name__, size, word))) + '.png')
                 path.parent.mkdir(exist_ok=True)
                 figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
                 figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
                 plt.close(figure)
-                title, _, caption = ' '.join(function.__doc__.split()).partition('. ')
-                title = ', '.join(filter(None, (title, size, word)))
                 figures.append(dict(title=title, caption=caption, file=path))
     return figures
 
