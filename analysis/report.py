@@ -349,9 +349,9 @@ def fact_3(rows):
 def training(curves):
     """
     Training curves. A row for each learning rate η, a line for each run: its loss; the norm of the mean μ of
-    the output embeddings; of the logits the mean, how that varies over positions, and the largest of a
-    position, on average. All but a val loss are means of ten log lines. Dotted: fp32 logits beside others in
-    BF16. Dashed: a vector added at the start (shift), or another start or cap.
+    the output embeddings; of the logits their mean, how it varies over the positions, and the largest |logit|
+    of a position, on average. All but a val loss are means of ten log lines. Dotted: fp32 logits beside
+    others in BF16. Dashed: a vector added at the start (shift), or another start or cap.
     """
     curves = curves[curves.step > 0]
     loss = 'val_loss' if curves.groupby('run').val_loss.count().median() > 1 else 'loss'
@@ -415,12 +415,14 @@ def describe(runs, data=()):
     """Lines that say what was run, on what data, and what too few rates, steps or seeds cannot say."""
     named = runs.assign(weight_tying=runs.weight_tying.map(TYING), data=', '.join(data),
                         method=runs.method.map(NAMES).fillna(runs.method))
-    facts = [f'{len(runs)} runs']
-    for column in ('size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'mu_shift', 'dtype',
-                   'logits_dtype', 'device', 'data'):
+    words = {'size': 'size', 'weight_tying': 'weight tying', 'method': 'method', 'lr': 'learning rate',
+             'mu_shift': 'norm of an added vector', 'seed': 'seed', 'steps': 'steps', 'dtype': 'matmuls in',
+             'logits_dtype': 'logits in', 'device': 'device', 'data': 'data'}
+    facts = []
+    for column, word in words.items():
         values = [f'{x:,g}' if isinstance(x, float) else x for x in named[column].dropna().unique() if x]
-        facts += [f'{column.replace("_", " ")}: {", ".join(values)}'] if values else []
-    lines = ['; '.join(facts)]
+        facts += [f'{word}: {", ".join(values)}'] if values else []
+    lines = [f'{len(runs)} runs. {"; ".join(facts)}.']
     setting = runs.groupby(['size', 'weight_tying', 'variant'])
     if setting.lr.nunique().max() < MIN_RATES:
         lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of a method.')
