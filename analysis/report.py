@@ -214,10 +214,11 @@ def run_table(runs):
     known = runs[[*FORMATS]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(FORMATS[column.name].format)).replace(['nan', 'nan%'], '')
     return dict(title='All runs', rows=cells, caption=(
-        f'diverged: a loss or weight was not finite, the training loss rose by {MAX_RISE:g} nats, or the '
-        f'test loss ends less than {MIN_LEARNED:g} below its start; empty: unknown. model_step: the step of '
-        'the model that was measured. mean_share: V‖μ‖² / ‖E‖², which is 1 if all embeddings are equal. '
-        'r_log_below_1_too: of the positions with r_cos < 1, the share with r_log < 1.'))
+        "With runs outside the paper's setting, which the others leave out. diverged: a loss or weight was "
+        f'not finite, the training loss rose by {MAX_RISE:g} nats, or the test loss ends less than '
+        f'{MIN_LEARNED:g} below its start; empty: unknown. model_step: of the model that was measured. '
+        'mean_share: V‖μ‖² / ‖E‖², which is 1 if all embeddings are equal. r_log_below_1_too: of the '
+        'positions with r_cos < 1, the share with r_log < 1.'))
 
 
 def make_tables(runs, lrs):
