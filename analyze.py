@@ -7,8 +7,8 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py --hf MODEL                        # the same quantities of a model that others trained
 
 Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
-(N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Logits have no unit, losses are in
-nats per token. analysis/report.py makes tables and figures of the csv files that are written here.
+(N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
+analysis/report.py makes tables and figures of the csv files that are written here.
 """
 import argparse
 import functools
@@ -38,8 +38,9 @@ PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 
 # -------- the quantities of Section 3
 def norm_ratios(E):
-    """r_emb = |e*_i| / |e_i| of each token, (V,)."""
-    return (E - E.mean(dim=0)).norm(dim=1) / E.norm(dim=1).clamp_min(TINY)
+    """r_emb = |e*_i| / |e_i| of each token, (V,), or fewer: rows of zeros, such as padding, have no ratio."""
+    norms = E.norm(dim=1)
+    return ((E - E.mean(dim=0)).norm(dim=1) / norms)[norms > 0]
 
 
 def centering_ratios(h, E):
@@ -58,9 +59,9 @@ def centering_ratios(h, E):
 def measure_embeddings(E):
     """What E (V, H) says without a text: |mu|, the mean's share V |mu|^2 / |E|_F^2 from 0 to 1, r_emb."""
     mu = E.mean(dim=0)
-    share = len(E) * mu.square().sum() / E.square().sum()
-    r_emb = norm_ratios(E).double().mean()
-    return {'mu_norm': mu.norm().item(), 'mean_share': share.item(), 'r_emb': r_emb.item()}
+    numbers = {'mu_norm': mu.norm(), 'mean_share': len(E) * mu.square().sum() / E.square().sum(),
+               'r_emb': norm_ratios(E).double().mean()}
+    return {name: number.item() for name, number in numbers.items()}
 
 
 def concatenate(parts):
@@ -69,10 +70,10 @@ def concatenate(parts):
 
 
 def distribution(values):
-    """Values (n,) -> their numbers in distributions.csv, all of them NaN if a value is not finite."""
+    """Values (n,) -> their numbers in distributions.csv, NaN without values or if one is not finite."""
     x = values.double()
     names = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
-    if not x.isfinite().all():
+    if len(x) == 0 or not x.isfinite().all():
         return dict.fromkeys(names, math.nan)
     quartiles = x.quantile(x.new_tensor([0, 0.25, 0.5, 0.75, 1]), interpolation='nearest')
     numbers = [x.mean(), *quartiles, (x < 1).double().mean(), (x > 0).double().mean()]
@@ -207,8 +208,9 @@ def collect(folders, out):
     """
     rows, curves, distributions, missing, read = [], [], [], [], set()
     columns = dict.fromkeys(report.RESULTS)  # then come statistics that a fork adds
-    configs = [[*Path(folder).glob('config.json'), *Path(folder).glob('*/config.json')] for folder in folders]
-    for config in sorted({*sum(configs, [])}):
+    names = ('config.json', '*/config.json')
+    configs = {path for folder in folders for name in names for path in Path(folder).glob(name)}
+    for i, config in enumerate(sorted(configs), 1):
         folder = config.parent
         if not (folder / 'result.json').exists():
             missing.append(f'not finished: {folder}')
@@ -224,7 +226,7 @@ def collect(folders, out):
             missing.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
 
-        print(f'measuring {folder}', flush=True)
+        print(f'[{i}/{len(configs)}] measuring {folder}', flush=True)
         numbers, of_quantities = {}, {}
         try:
             numbers, of_quantities = map(measure_run(folder).get, ('numbers', 'distributions'))
@@ -283,7 +285,7 @@ def mean_over_seeds(lrs_of_seeds):
         diverged=('diverged', report.any_diverged), seeds=('seed', 'nunique'),
         lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
     names = zip(rows.weight_tying.map(report.TYING), rows['size'], rows.variant, strict=True)
-    rows['published'] = pd.Series(map(report.published('lrs').lrs.get, names), dtype=float)
+    rows['published'] = pd.Series(map(report.PUBLISHED.lrs.get, names), dtype=float)
     rows['published'] = rows.published.where(rows.rates == PAPER_LRS)
     return rows
 
@@ -298,8 +300,7 @@ add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead
 add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, NAME or NAME@REVISION")
 add('--text', type=user_path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
-add('--positions', type=train.nonnegative_int, default=16384,
-    help='with --hf: tokens of --text (16384); 0: E alone')
+add('--positions', type=train.nonnegative_int, default=16384, help='with --hf: how many (16384); 0: E alone')
 
 
 def main(argv=None):
@@ -322,11 +323,10 @@ def main(argv=None):
         lrs_of_seeds, not_in_lrs = learning_rate_sensitivity(runs)
         lrs = mean_over_seeds(lrs_of_seeds)
         write_csv(out / 'lrs.csv', lrs.drop(columns=['plain_name', 'color']))
-        missing += not_in_lrs
-        lines = report.describe(runs, read)
+        lines, missing = report.describe(runs, read), missing + not_in_lrs
         rounding, tables = report.rounding_tables(runs), report.make_tables(runs, lrs)
         report.write_markdown(out / 'tables.md', rounding + tables)
-        figures = report.draw_figures(csv, runs, lrs_of_seeds, out / 'figures', bool(rounding))
+        figures = report.draw_figures(csv, runs, out / 'figures', bool(rounding))
     report.write_page(out / 'report.html', rounding + figures + tables, [*lines, *missing])
 
     for table in rounding + tables:

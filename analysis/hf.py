@@ -18,13 +18,12 @@ WINDOW = 1024  # tokens
 PIECE = 2**18  # characters of a text that are tokenised at a time
 MASKS = ('.attn.bias', '.attention.bias', '.masked_bias', '.causal_mask')  # in old files; they are no weights
 CAPTION = (
-    'e: the output embedding of one of V tokens, with H numbers; μ: their mean. mu_norm: ‖μ‖. mean_share: '
-    'V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖, averaged over tokens. On a text, h: a hidden state that e '
-    'is multiplied by. logit_mean, _std, _absmax: mean, standard deviation and largest size of bf16 logits '
-    'at a position, averaged. logit_mean_spread: how the mean varies. logit_max: the largest size of all. '
-    'r_log, r_cos: the largest e . h, or cosine of e and h, with e - μ / with e. cos_mu_h: cosine of μ and '
-    'h. bf16, fp32: cross entropy in nats, logits in this precision. cost: bf16 - fp32. bf16_centered: with '
-    'e - μ; under a cap that is another model.')
+    'e: the output embedding, H numbers, of one of V tokens; μ: their mean; h: the hidden state of a '
+    'position. mu_norm: ‖μ‖. mean_share: V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖. logit_mean, _std, '
+    '_absmax: mean, standard deviation and largest size of the bf16 logits of a position. logit_mean_spread: '
+    'how their mean varies. logit_max: the largest of all. cos_mu_h: cosine of μ and h. r_log, r_cos: the '
+    'largest |e . h|, or |cosine| of e and h, with e - μ / with e. bf16, fp32: cross entropy in nats with '
+    'such logits; cost: their difference; bf16_centered: with e - μ, which under a cap is another model.')
 
 
 def verdict(tied, cap):
@@ -57,13 +56,13 @@ def read_text(model, tokenizer, pattern, n):
     start = with_bos[:with_bos.index(text[0])]  # of each window, as of any text: BOS or nothing
     length = min(WINDOW, n, getattr(model.config.get_text_config(), 'max_position_embeddings', WINDOW))
     of_text = length + 1 - len(start)  # tokens in a window: it has length + 1, and length targets
-    n_tokens = -(-n // length) * of_text
+    n_windows = -(-n // length)
     texts = read_texts(local_files(pattern) if pattern else stdlib_files())
     pieces = (text[i:i + PIECE] for *_, text in texts for i in range(0, len(text), PIECE))
     tokens = []
-    while len(tokens) < n_tokens and (piece := next(pieces, None)):
+    while len(tokens) < n_windows * of_text and (piece := next(pieces, None)):
         tokens += tokenizer(piece, add_special_tokens=False)['input_ids']
-    starts = range(0, min(n_tokens, len(tokens) - of_text + 1), of_text)
+    starts = range(0, len(tokens) - of_text + 1, of_text)[:n_windows]
     check(starts, f'--text={pattern}: has fewer than {of_text} tokens')
     return torch.tensor([start + tokens[i:i + of_text] for i in starts])
 
@@ -125,5 +124,5 @@ def measure_models(args, out):
     advice = [f'{m.model}: {m.tying}, cap {m.cap}. {m.verdict}' for m in measured.itertuples()]
     print('', *advice, sep='\n')
     rows = measured.drop(columns=['tying', 'cap', 'verdict']).set_index('model').map('{:.6g}'.format)
-    rows = (rows.T.rename_axis('') if len(rows) == 1 else rows).reset_index()
+    rows = rows.T.rename_axis('').reset_index()  # a line for each number, a column for each model
     return [dict(title='Output embeddings and logits', rows=rows, caption='<br>'.join([*advice, CAPTION]))]

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from model import METHODS, SIZES
 from train import check
@@ -100,9 +100,9 @@ def name_variants(runs):
 def sort_runs(runs):
     """In the paper's order: untied first, sizes and methods as in model.py, others after them."""
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}
-    by = ['weight_tying', 'size', 'in_paper_setting', 'method', 'lam', 'variant', 'lr', 'seed']
-    return runs.sort_values(by, ignore_index=True, ascending=[name != 'in_paper_setting' for name in by],
-                            key=lambda x: x.map(order).fillna(99) if x.name in ('size', 'method') else x)
+    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
+    return runs.sort_values(by, ignore_index=True, key=lambda column: (
+        column.map(order).fillna(99) if column.name in ('size', 'method') else column))
 
 
 def read_runs(path):
@@ -133,8 +133,8 @@ def read_curves(path, runs):
     curves = path.with_name('curves.csv')
     there = path.name == 'results.csv' and curves.exists()
     rows = read_csv(curves, CURVES) if there else pd.DataFrame(columns=CURVES)
-    shared = runs.drop(columns=rows.columns.difference(['run', 'lr']), errors='ignore')
-    return shared.merge(rows.drop(columns='lr'), on='run')  # lr is the run's, not the step's
+    rows = rows.drop(columns='lr')  # of the step; lr is the run's here
+    return runs.merge(rows, on='run', suffixes=('_at_the_end', ''))
 
 
 def at_default_lam(rows):
@@ -150,26 +150,20 @@ def any_diverged(diverged):
 
 
 # -------- tables
-MIN_RATES = 3  # with fewer learning rates there is no LRS table or figure
-SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
+MIN_RATES = 3  # with fewer learning rates there is no LRS table
 FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
     'test_loss': '{:.4f}', 'diverged': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
     'mean_share': '{:.3f}', 'logit_mean': '{:.4g}', 'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}',
     'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
+# the LRS of the paper's tables, and whether all runs converged, by (tying, size, variant)
+PUBLISHED = pd.read_csv(Path(__file__).with_name('paper_lrs.csv'), index_col=['tying', 'size', 'variant'])
 
 
-def published(name):
-    """paper_lrs.csv or paper_overhead.csv, numbers of the paper's tables, by (tying, size, variant)."""
-    return pd.read_csv(Path(__file__).with_name(f'paper_{name}.csv'), index_col=['tying', 'size', 'variant'])
-
-
-def grid(rows, index, columns, cells):
-    """A line for each value of `index`, a column for each of `columns`, - where there is no cell."""
-    table = rows.assign(cells=cells).pivot(index=index, columns=columns, values='cells')
-    table = table.reindex(index=rows.set_index(index).index.unique(), columns=rows[columns].unique())
-    return table.fillna('-').rename_axis(columns=None).reset_index()
+def grid(cells):
+    """Cells by (line, column) -> a table, with - where there is no cell."""
+    return cells.unstack(sort=False).fillna('-').rename_axis(columns=None).reset_index()
 
 
 def lrs_table(lrs, columns, title):
@@ -185,8 +179,8 @@ def lrs_table(lrs, columns, title):
     cells = cells.mask(best, '<b>' + cells + '</b>')
     cells = cells.mask(lrs.seeds > 1, cells + ' [' + lowest + ', ' + highest + ']')
     cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
-    cells = cells.where(lrs.lrs_n1.notna(), '-')
-    return dict(title=title, rows=grid(lrs, 'size', columns, cells).rename(columns={'size': 'N'}), caption=(
+    cells = cells.where(lrs.lrs_n1.notna(), '-').set_axis(pd.MultiIndex.from_frame(lrs[['size', columns]]))
+    return dict(title=title, rows=grid(cells).rename(columns={'size': 'N'}), caption=(
         'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
         'means over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: no run '
         "diverged. Small: the paper's, of one seed. (n lr): over other learning rates than most. "
@@ -203,83 +197,52 @@ def rounding_tables(runs):
     if runs.test_loss.count() < 2:
         return []
     means = runs.groupby([*setting, 'case'], sort=False).test_loss.agg(lambda x: x.mean(skipna=False))
-    table = means.map('{:.2f}'.format).unstack(sort=False).fillna('-')
-    table = table.rename_axis(columns=None).reset_index().rename(columns={'but_for_rounding': 'method'})
+    table = grid(means.map('{:.2f}'.format)).rename(columns={'but_for_rounding': 'method'})
     worst = runs.loc[runs.test_loss.idxmax()]
     others = runs.test_loss.drop(worst.name)
-    planted = ('Some runs began with one vector added to all output embeddings. This adds one number to all '
-               'logits of a position, which changes no probability or gradient but by rounding. ')
     return [dict(title='What rounding does', rows=table, caption=(
-        f'{planted if (runs.mu_shift > 0).any() else ""}BF16 has 8 significant bits: between 512 and 1,024, '
-        f'say, only multiples of 4. <b>{worst.but_for_rounding} with {worst.case} ends at a test loss of '
+        'A vector added to all output embeddings at the start adds one number to all logits of a position, '
+        'which changes no probability or gradient but by rounding: between 512 and 1,024 BF16 has only the '
+        f'multiples of 4. <b>{worst.but_for_rounding} with {worst.case} ends at a test loss of '
         f'{worst.test_loss:.2f}, the others at {others.min():.2f} to {others.max():.2f}</b>; all began at '
         f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. Test losses are means over seeds, at the '
         'learning rate η, nan if a run was not finite. -: no run.'))]
 
 
-def overhead_table(runs, tying):
-    """Table 6. None if no method can be compared with the baseline."""
-    timed = runs[runs.in_paper_setting & (runs.train_seconds > 0) & runs.test_loss.notna()]
-    timed = timed.assign(steps=timed.steps.map('{:,.0f}'.format).replace('nan', ''))
-    where = ['size', 'device', 'steps']
-    seconds = timed.groupby([*where, 'plain_name'], sort=False).train_seconds
-    times = seconds.agg(['mean', 'min', 'max', 'count'])
-    times = times[(times['count'] > 1) & (times['max'] < SAME_SPEED * times['min'])].reset_index()
-    is_baseline = times.plain_name == 'baseline'
-    rows = times[~is_baseline].merge(times[is_baseline], on=where, suffixes=('', '_of_baseline'))
-    if rows.empty:
-        return None
-    paper = published('overhead').percent.map(' <sub>{:.1f}%</sub>'.format)
-    cells = [f'{row.mean / row.mean_of_baseline - 1:.1%}' + paper.get((tying, row.size, row.plain_name), '')
-             for row in rows.itertuples()]
-    table = grid(rows, where, 'plain_name', cells)
-    return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
-        "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
-        f'and steps. Left out: runs that stopped, methods of one run or with times {SAME_SPEED - 1:.0%} '
-        "apart. Small: the paper's, on four A100. (Table 6)"))
-
-
 def run_table(runs):
-    """A line for each run, a column for each of FORMATS that says something."""
-    stopped = runs.model_step < runs.steps  # else the model is the last step's
-    runs = runs.assign(model_step=runs.model_step.where(stopped))
-    shown = [column for column in FORMATS if runs[column].fillna(0).ne(0).any()
-             or column == 'diverged' or (column == 'model_step' and stopped.any())]
-    cells = {column: runs[column].map(FORMATS[column].format) for column in shown}
-    return dict(title='All runs', rows=pd.DataFrame(cells).replace(['nan', 'nan%'], ''), caption=(
-        "With runs outside the paper's setting, which other tables leave out. mean_share: V|μ|² / |E|². "
-        'diverged, our rule: a loss or weight was not finite, the training loss rose by '
-        f'{MAX_RISE:g} nats, or the test loss ends less than {MIN_LEARNED:g} below its start; empty: '
-        'unknown. r_log_below_1_too: of the positions with r_cos < 1, the share with r_log < 1.'))
+    """A line for each run, a column for each of FORMATS that is known of a run."""
+    known = runs[[*FORMATS]].dropna(axis='columns', how='all')
+    cells = known.apply(lambda column: column.map(FORMATS[column.name].format)).replace(['nan', 'nan%'], '')
+    return dict(title='All runs', rows=cells, caption=(
+        "With runs outside the paper's setting, which the others leave out. diverged: a loss or weight was "
+        f'not finite, the training loss rose by {MAX_RISE:g} nats, or the test loss ends less than '
+        f'{MIN_LEARNED:g} below its start; empty: unknown. model_step: of the model that was measured. '
+        'mean_share: V‖μ‖² / ‖E‖², which is 1 if all embeddings are equal. r_log_below_1_too: of the '
+        'positions with r_cos < 1, the share with r_log < 1.'))
 
 
 def make_tables(runs, lrs):
-    """All tables that there are data for: LRS and λ of each tying, times, all runs."""
+    """All tables that there are data for: LRS and λ of each tying, and all runs."""
     tables = []
     for tying, part in lrs.groupby('weight_tying'):
-        title, default = f'Learning rate sensitivity (LRS), {TYING[tying]}', at_default_lam(part)
-        seeds = ' to '.join(map(str, sorted({default.seeds.min(), default.seeds.max()})))
-        tables.append(lrs_table(default, 'variant', f'{title}, seeds of each: {seeds}'))
+        title = f'Learning rate sensitivity (LRS), {TYING[tying]}'
+        tables.append(lrs_table(at_default_lam(part), 'variant', title))
         for name, rows in part.groupby('plain_name', sort=False):
             if rows.lam.nunique() > 1:
                 rows = rows.sort_values('lam', kind='stable').assign(lam=rows.lam.map('{:g}'.format))
                 tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
-    for tying, part in runs.groupby('weight_tying'):
-        tables.append(overhead_table(part, TYING[tying]))
     return [table for table in (*tables, run_table(runs)) if table]
 
 
 # -------- figures
-# A function for each, or None without data. Its name is the file's, its docstring the title and the caption.
-# Of several λ the default is drawn, but for the training curves, which have every run.
+# A function for each: its name is the file's, its docstring the title and the caption. None without data.
 UNKNOWN = '0.8'  # the light grey of a marker if it is unknown whether the run diverged
 STYLES = {  # marker and line of a size; of others like those of tiny
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
 LABELS = {
-    'lr': r'learning rate $\eta$', 'n_params': 'parameters $N$', 'lrs_n1': 'learning rate sensitivity',
-    'capped_loss': r'test loss $\mathcal{L}$', 'val_loss': 'val loss', 'loss': 'training loss',
-    'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
+    'lr': r'learning rate $\eta$', 'capped_loss': 'test loss', 'val_loss': 'val loss',
+    'loss': 'training loss', 'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
     'logit_mean': r'mean logit $\bar{l}$', 'logit_mean_spread': r'spread of the mean logit',
     'logit_std': r'standard deviation $\sigma_l$', 'logit_absmax': r'largest logit, $\max_i |l_i|$',
     'r_emb': r'$r_{\rm emb}$', 'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
@@ -290,23 +253,19 @@ plt.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'figure.dpi': 160})
 
 
-def draw_lines(ax, rows, x, y):
-    """A line for each variant, and size if x is lr: means over the seeds, bars to the lowest and highest."""
-    for _, part in rows.groupby('variant' if x == 'n_params' else ['size', 'variant'], sort=False):
-        seeds = part.groupby(x)
+def draw_lines(ax, rows, y):
+    """y over lr, a line for each size and variant: means over the seeds, bars to the lowest and highest."""
+    for (size, _), part in rows.groupby(['size', 'variant'], sort=False):
+        seeds = part.groupby('lr')
         mean = seeds[y].mean()
         color = part.color.iloc[0]
-        marker, dash = STYLES.get(part['size'].iloc[0] if x == 'lr' else None, ('o', '-'))
+        marker, dash = STYLES.get(size, ('o', '-'))
         faces = seeds.diverged.agg(any_diverged).map({0: 'white', 1: color}).fillna(UNKNOWN)
         ax.plot(mean.index, mean, linestyle=dash, color=color, linewidth=1.2)
         ax.vlines(mean.index, seeds[y].min(), seeds[y].max(), color=color, linewidth=0.8)
         ax.scatter(mean.index, mean, 25, marker=marker, edgecolors=color, linewidths=1, zorder=3,
                    facecolors=list(faces), clip_on=False)
-    ax.set(xscale='log', xlabel=LABELS[x], ylabel=LABELS.get(y))
-    if x == 'n_params':
-        sizes = rows.drop_duplicates('size')
-        ax.set_xticks(sizes.n_params, sizes['size'])
-        ax.xaxis.set_minor_locator(NullLocator())
+    ax.set(xscale='log', xlabel=LABELS['lr'], ylabel=LABELS.get(y))
 
 
 def stretch(ax, values):
@@ -320,16 +279,15 @@ def stretch(ax, values):
         ax.autoscale(axis='y')  # or its margins would be those of a linear axis
 
 
-def legend(figure, rows, sizes=True):
+def legend(figure, rows):
     """Colours of variants, markers of sizes, what faces mean: below the figure."""
-    entries = [dict(color=run.color, label=run.variant)
+    handles = [Line2D([], [], color=run.color, label=run.variant)
                for run in rows.drop_duplicates('variant').itertuples()]
-    for size in rows['size'].unique() if sizes else []:
+    for size in rows['size'].unique():
         marker, dash = STYLES.get(size, ('o', '-'))
-        entries.append(dict(marker=marker, linestyle=dash, label=size, markerfacecolor='white'))
+        handles.append(Line2D([], [], color='black', marker=marker, mfc='white', ls=dash, label=size))
     for label, face in (('diverged', 'black'), ('converged', 'white'), ('divergence unknown', UNKNOWN)):
-        entries.append(dict(marker='o', linestyle='', label=label, markerfacecolor=face))
-    handles = [Line2D([], [], **{'color': 'black', **entry}) for entry in entries]
+        handles.append(Line2D([], [], color='black', marker='o', mfc=face, ls='', label=label))
     figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4,
                   title='points: means over seeds; bars: from the lowest to the highest')
 
@@ -340,7 +298,7 @@ def four_panels(rows, columns):
         return None
     figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.2))
     for ax, column in zip(axes.flat, columns, strict=True):
-        draw_lines(ax, rows.dropna(subset=column), 'lr', column)
+        draw_lines(ax, rows.dropna(subset=column), column)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         else:
@@ -360,28 +318,13 @@ def loss(rows):
     sizes = rows['size'].unique()
     figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(5.1 + 1.5 * len(sizes), 3.8), sharey=True,
                                 width_ratios=[3] + [1] * len(sizes))
-    draw_lines(axes[0], rows, 'lr', 'capped_loss')
+    draw_lines(axes[0], rows, 'capped_loss')
     for ax, size in zip(axes[1:], sizes, strict=True):
-        draw_lines(ax, rows[(rows['size'] == size) & rows.lr.isin(largest)], 'lr', 'capped_loss')
+        draw_lines(ax, rows[(rows['size'] == size) & rows.lr.isin(largest)], 'capped_loss')
         ax.set(title=size, ylabel='', xlabel=r'$\eta$')
         ax.set_xticks(largest, [f'{lr:g}' for lr in largest])
         ax.minorticks_off()
     legend(figure, rows)
-    return figure
-
-
-def lrs_of_sizes(lrs):
-    """
-    Learning rate sensitivity (LRS) against model size. How far the test losses at the n learning rates lie
-    above the lowest of them, summed / (n - 1). (Figures 3 and 10 of the paper)
-    """
-    rows = lrs.dropna(subset='n_params')
-    if rows.n_params.nunique() < 2:
-        return None
-    figure, ax = plt.subplots(figsize=(7.5, 4))
-    draw_lines(ax, rows, 'n_params', 'lrs_n1')
-    stretch(ax, rows.lrs_n1)
-    legend(figure, rows, sizes=False)
     return figure
 
 
@@ -396,20 +339,20 @@ def statistics(rows):
 
 def fact_3(rows):
     """
-    What centering would change in the baseline. r_emb: the norm of an output embedding with μ subtracted,
-    divided by that without. r_cos, r_log: likewise for the largest |cosine| with a hidden state h and the
-    largest |logit| of a position. Below 1, the dotted line, centering lowers it. cos(μ, h) is the cosine of
-    the mean embedding and h. Means over the vocabulary or the test positions. (Figure 5 of the paper)
+    What centering would change in the baseline. r_emb: the norm of an output embedding minus μ, divided by
+    that of the embedding itself. r_cos, r_log: likewise for the largest |cosine| with a hidden state h and
+    the largest |logit| of a position. Below 1, the dotted line, centering lowers it. cos(μ, h): the cosine of
+    μ and h. Means over the vocabulary or the test positions. (Figure 5 of the paper)
     """
     return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
 
 
 def training(curves):
     """
-    Training curves. A row for each learning rate η, a line for each run: its loss, the norm of the mean μ of
-    the output embeddings, and of the logits of a step their mean, its standard deviation over the positions,
-    and the largest |logit| of a position, on average. All but a val loss are means of ten log lines. Dotted:
-    fp32 logits beside others in BF16. Dashed: a vector added at the start (shift), or another start or cap.
+    Training curves. A row for each learning rate η, a line for each run: its loss; the norm of the mean μ of
+    the output embeddings; of the logits their mean, how it varies over the positions, and the largest |logit|
+    of a position, on average. All but a val loss are means of ten log lines. Dotted: fp32 logits beside
+    others in BF16. Dashed: a vector added at the start (shift), or another start or cap.
     """
     curves = curves[curves.step > 0]
     loss = 'val_loss' if curves.groupby('run').val_loss.count().median() > 1 else 'loss'
@@ -436,32 +379,29 @@ def training(curves):
     return figure
 
 
-def draw_figures(csv, all_runs, all_lrs, folder, curves_first=False):
+def draw_figures(csv, all_runs, folder, curves_first=False):
     """
     Draws what there are data for, as PNG files in `folder` -> their titles, captions and files. Training
-    curves have all runs, the others those in the paper's setting.
+    curves have all runs, the others those in the paper's setting, at the default λ if there are several.
     """
-    all_curves, all_lrs = read_curves(csv, all_runs), all_lrs[all_lrs.n_lrs >= MIN_RATES]
+    all_curves = read_curves(csv, all_runs)
     figures = []
     for tying, word in TYING.items():
-        runs, lrs, curves = (rows[rows.weight_tying == tying] for rows in (all_runs, all_lrs, all_curves))
-        runs = runs[runs.in_paper_setting]
-        default = at_default_lam(runs)
-        to_draw = [(loss, '', default), (lrs_of_sizes, '', at_default_lam(lrs)), (statistics, '', default),
-                   (fact_3, '', runs)]
+        runs, curves = (rows[rows.weight_tying == tying] for rows in (all_runs, all_curves))
+        runs = at_default_lam(runs[runs.in_paper_setting])
+        to_draw = [(loss, '', runs), (statistics, '', runs), (fact_3, '', runs)]
         of_sizes = [(training, size, rows) for size, rows in curves.groupby('size', sort=False)]
-        for function, size, *data in of_sizes + to_draw if curves_first else to_draw + of_sizes:
-            figure = function(*data)
-            if figure is None:
-                continue
-            title, _, caption = ' '.join(function.__doc__.split()).partition('. ')
-            path = folder / ('_'.join(filter(None, (function.__name__, size, word))) + '.png')
-            path.parent.mkdir(exist_ok=True)
-            figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
-            figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
-            plt.close(figure)
-            title = ', '.join(filter(None, (title, size, word)))
-            figures.append(dict(title=title, caption=caption, file=path))
+        for function, size, rows in of_sizes + to_draw if curves_first else to_draw + of_sizes:
+            figure = function(rows)
+            if figure:
+                title, _, caption = ' '.join(function.__doc__.split()).partition('. ')
+                title = ', '.join(filter(None, (title, size, word)))
+                path = folder / ('_'.join(filter(None, (function.__name__, size, word))) + '.png')
+                path.parent.mkdir(exist_ok=True)
+                figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
+                figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
+                plt.close(figure)
+                figures.append(dict(title=title, caption=caption, file=path))
     return figures
 
 
@@ -472,20 +412,18 @@ STYLE = '''<!doctype html><meta charset="utf-8"><style>
 </style>'''
 
 
-def describe(runs, read=()):
-    """Lines that say what was run, on what was `read`, and what too few rates, seeds or steps cannot say."""
-    settings = {'size': runs['size'], 'weight tying': runs.weight_tying.map(TYING),
-                'method': runs.method.map(NAMES).fillna(runs.method), 'learning rate': runs.lr,
-                'planted vector of norm': runs.mu_shift[runs.mu_shift > 0], 'seed': runs.seed,
-                'steps': runs.steps, 'matmuls in': runs.dtype, 'logits in': runs.logits_dtype,
-                'device': runs.device, 'data': pd.Series(read)}
-    texts = []
-    for name, column in settings.items():
-        values = column[column.notna() & (column != '')].drop_duplicates()
-        if values.dtype == float:
-            values = values.sort_values().map('{:,g}'.format)
-        texts += [f'{name}: {", ".join(values)}'] if len(values) else []
-    lines = [f'{len(runs)} runs. {"; ".join(texts)}.']
+def describe(runs, data=()):
+    """Lines that say what was run, on what data, and what too few rates, steps or seeds cannot say."""
+    named = runs.assign(weight_tying=runs.weight_tying.map(TYING), data=', '.join(data),
+                        method=runs.method.map(NAMES).fillna(runs.method))
+    words = {'size': 'size', 'weight_tying': 'weight tying', 'method': 'method', 'lr': 'learning rate',
+             'mu_shift': 'norm of an added vector', 'seed': 'seed', 'steps': 'steps', 'dtype': 'matmuls in',
+             'logits_dtype': 'logits in', 'device': 'device', 'data': 'data'}
+    facts = []
+    for column, word in words.items():
+        values = [f'{x:,g}' if isinstance(x, float) else x for x in named[column].dropna().unique() if x]
+        facts += [f'{word}: {", ".join(values)}'] if values else []
+    lines = [f'{len(runs)} runs. {"; ".join(facts)}.']
     setting = runs.groupby(['size', 'weight_tying', 'variant'])
     if setting.lr.nunique().max() < MIN_RATES:
         lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of a method.')

@@ -1,0 +1,156 @@
+"""
+The paper's figures of LRS against size (3, 10), of several λ (8) and of distributions (11, 12), and the times
+of whole runs (Table 6), from a folder with the results.csv and distributions.csv that analyze.py writes.
+
+    python results/authors/appendix.py                  # of the authors' runs
+    python results/authors/appendix.py results/paper    # of a sweep of one's own
+
+Writes appendix.md and figures/ into that folder, of what there are data for.
+"""
+import itertools
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.ticker import NullLocator
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from analysis import report  # noqa: E402
+from analyze import learning_rate_sensitivity  # noqa: E402
+
+PAPER = pd.read_csv(HERE / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])  # its Table 6
+SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
+QUANTITIES = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
+
+
+def draw_lrs(ax, lrs):
+    """LRS against size, a line for each variant."""
+    report.draw_lines(ax, lrs.assign(lr=lrs.n_params, size=''), 'lrs_n1')
+    report.stretch(ax, lrs.lrs_n1)
+    sizes = lrs.drop_duplicates('size')
+    ax.set(xlabel='parameters $N$', ylabel='learning rate sensitivity')
+    ax.set_xticks(sizes.n_params, sizes['size'])
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def lrs_of_sizes(lrs):
+    """
+    LRS against size. How far the test losses at the n learning rates lie above the lowest of them, summed /
+    (n - 1). (Figures 3 and 10)
+    """
+    lrs = report.at_default_lam(lrs)
+    if lrs.n_params.nunique() < 2:
+        return None
+    figure, ax = plt.subplots(figsize=(7.5, 4))
+    draw_lrs(ax, lrs)
+    report.legend(figure, lrs.assign(size='all sizes'))
+    return figure
+
+
+def sensitivity(runs, lrs):
+    """
+    Several λ. Top: test loss against learning rate, at most the one at initialisation. Bottom: LRS against
+    size. (Figure 8)
+    """
+    colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.dropna().unique()))}
+
+    def of_several(rows):
+        rows = rows[rows.groupby('plain_name').lam.transform('nunique') > 1]
+        return rows.assign(variant=rows.lam.map('λ={:g}'.format), color=rows.lam.map(colors))
+
+    runs, lrs = of_several(runs), of_several(lrs)
+    names = lrs.plain_name.unique()
+    if len(names) == 0:
+        return None
+    figure, axes = plt.subplots(2, len(names), figsize=(4.4 * len(names), 7), squeeze=False, sharey='row')
+    for (top, bottom), name in zip(axes.T, names, strict=True):
+        report.draw_lines(top, runs[runs.plain_name == name], 'capped_loss')
+        top.set_title(name)
+        draw_lrs(bottom, lrs[lrs.plain_name == name])
+    report.legend(figure, runs)
+    return figure
+
+
+def distributions(rows):
+    """
+    Distributions in the baseline, of one seed. Boxes: quartiles and extrema over the vocabulary or the
+    positions. Right axis: the share below 1, or for cos(μ, h) above 0. (Figures 11 and 12)
+    """
+    rows = rows[rows.method == 'baseline'].dropna(subset='median')
+    if rows.empty:
+        return None
+    rows = rows[rows.seed == rows.seed.min()]
+    numbers = {'q25': 'q1', 'median': 'med', 'q75': 'q3', 'min': 'whislo', 'max': 'whishi'}  # matplotlib's
+    sizes = rows['size'].unique()
+    figure, axes = plt.subplots(len(sizes), 4, figsize=(12, 2.2 * len(sizes) + 0.5), squeeze=False)
+    for ax, (size, quantity) in zip(axes.flat, itertools.product(sizes, QUANTITIES), strict=True):
+        part = rows[(rows['size'] == size) & (rows.quantity == quantity)].rename(columns=numbers)
+        ax.bxp(part.to_dict('records'), positions=part.lr, widths=0.35 * part.lr, showfliers=False,
+               manage_ticks=False, medianprops={'color': 'black'})
+        share, limit = ('above_0', 0) if quantity == 'cos_mu_h' else ('below_1', 1)
+        ax.axhline(limit, color='black', linewidth=0.8, linestyle=':')
+        report.stretch(ax, part[['whislo', 'whishi']].stack())
+        right = ax.twinx()
+        report.draw_lines(right, part.assign(percent=100 * part[share]), 'percent')
+        ax.set(title=size, ylabel=report.LABELS[quantity], xlabel=report.LABELS['lr'])
+        right.set(ylabel=f'% {share.replace("_", " ")}', ylim=(-5, 105))
+        right.grid(False)
+    return figure
+
+
+def overhead_table(runs, tying):
+    """Table 6. None if no method can be compared with the baseline."""
+    timed = runs[(runs.train_seconds > 0) & runs.test_loss.notna()]
+    timed = timed.assign(steps=timed.steps.map('{:,.0f}'.format))
+    where = ['size', 'device', 'steps']
+    seconds = timed.groupby([*where, 'plain_name'], sort=False).train_seconds
+    times = seconds.agg(['mean', 'min', 'max', 'count']).reset_index()
+    times = times[(times['count'] > 1) & (times['max'] < SAME_SPEED * times['min'])]
+    is_baseline = times.plain_name == 'baseline'
+    rows = times[~is_baseline].merge(times[is_baseline], on=where, suffixes=('', '_of_baseline'))
+    if rows.empty:
+        return None
+    rows['cell'] = (rows['mean'] / rows.mean_of_baseline - 1).map('{:.1%}'.format)
+    paper = PAPER.percent.map(' <sub>{:.1f}%</sub>'.format)
+    names = zip(rows['size'], rows.plain_name, strict=True)
+    rows['cell'] += [paper.get((tying, *name), '') for name in names]
+    table = report.grid(rows.set_index([*where, 'plain_name']).cell)
+    return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
+        "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
+        f'and steps. Left out: runs that stopped, methods of one run or with times {SAME_SPEED - 1:.0%} '
+        "apart. Small: the paper's, on four A100. `python -m analysis.bench` compares methods side by side, "
+        'which whole runs on a shared machine do not. (Table 6)'))
+
+
+def main(folder=HERE):
+    folder = Path(folder)
+    all_runs = report.read_runs(folder / 'results.csv')
+    all_runs = all_runs[all_runs.in_paper_setting]
+    all_lrs, _ = learning_rate_sensitivity(all_runs)
+    all_lrs = all_lrs[all_lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
+    csv = folder / 'distributions.csv'
+    values = pd.read_csv(csv, dtype={'run': str}) if csv.exists() else pd.DataFrame(columns=['run', 'median'])
+    tables, texts = [], []
+    for tying, word in report.TYING.items():
+        runs, lrs = (rows[rows.weight_tying == tying] for rows in (all_runs, all_lrs))
+        tables += filter(None, [overhead_table(runs, word)])
+        for function, *data in ((lrs_of_sizes, lrs), (sensitivity, runs, lrs),
+                                (distributions, runs.merge(values, on='run'))):
+            figure = function(*data)
+            if figure:
+                name = f'figures/{function.__name__}_{word}.png'
+                (folder / 'figures').mkdir(exist_ok=True)
+                figure.set_layout_engine('constrained')
+                figure.savefig(folder / name, bbox_inches='tight')
+                plt.close(figure)
+                texts.append(f'\n![{word}]({name})\n\n{" ".join(function.__doc__.split())}\n')
+    report.write_markdown(folder / 'appendix.md', tables)
+    with open(folder / 'appendix.md', 'a', encoding='utf-8') as file:
+        file.writelines(texts)
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
