@@ -2,10 +2,10 @@
 README.md, which no other test reads: its commands, its LRS tables, the method that it adds, how it loads a
 model, and its lines for anybody's own training loop, which do what train.py does.
 """
-import itertools
 import re
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,11 +88,11 @@ def hook(optimizer, model):
     exec(HOOK, {**NAMES, 'optimizer': optimizer, 'model': model})
 
 
-def shows_0(model):
+def shows_0(E):
     """Whether README's line that checks prints 0, but for rounding."""
     printed = []
-    exec(CHECK, {**NAMES, 'model': model, 'print': printed.append})
-    E = model.lm_head.weight
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
+    exec(CHECK, {'model': model, 'print': printed.append})
     return (printed[0] <= torch.finfo(E.dtype).eps * E.norm()).item()
 
 
@@ -100,34 +100,52 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def optimizer_of(gpt, method):
+def assert_as_train_py(method, tying, micro_batches, scaler, wrap=lambda gpt: gpt):
+    """Three steps of another loop, each of micro_batches(step), leave the weights of train.py."""
+    gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))
+    model = wrap(gpt)
     optimizer = adamw(gpt.parameters())
     if method == 'mu_centering':
         hook(optimizer, gpt)
-    return optimizer
-
-
-def loss_of(gpt, method, batch, model=None):
-    """Of a micro-batch, with README's μ-loss. `model` is what wraps gpt, if anything does."""
-    loss, _ = (model or gpt)(*batch)
-    return loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
+    for step in (1, 2, 3):
+        batches = micro_batches(step)
+        for batch in batches:
+            loss, _ = model(*batch)
+            loss = loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
+            scaler.scale(loss / len(batches)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    list(train_steps(reference, method, 3, grad_clip=0))
+    assert shows_0(gpt.E) == (method == 'mu_centering')
+    for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
+        close(p.full_tensor() if hasattr(p, 'full_tensor') else p, q, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize('tying', [False, True])
 @pytest.mark.parametrize('method', METHODS)
 def test_accumulation_with_scaler(method, tying):
     """Gradients of four micro-batches, with GradScaler, which multiplies them by 65,536."""
-    gpt, reference = (tiny_gpt(name, weight_tying=tying) for name in ('baseline', method))
-    optimizer = optimizer_of(gpt, method)
-    scaler = torch.amp.GradScaler('cpu')
-    for step in (1, 2, 3):
-        for micro_batch in zip(*(x.split(1) for x in token_batch(step)), strict=True):
-            scaler.scale(loss_of(gpt, method, micro_batch) / 4).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    list(train_steps(reference, method, 3, grad_clip=0))
-    close([*gpt.parameters()], [*reference.parameters()], rtol=0, atol=1e-12)
+    def micro_batches(step):
+        return list(zip(*(x.split(1) for x in token_batch(step)), strict=True))
+    assert_as_train_py(method, tying, micro_batches, torch.amp.GradScaler('cpu'))
+
+
+def two_ranks(argv):
+    """DDP and FSDP2, with shards of unequal length."""
+    from torch.distributed.fsdp import fully_shard  # takes a second
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo')
+    off = torch.amp.GradScaler('cpu', enabled=False)
+    for wrap, method, tying in product((DDP, fully_shard), METHODS, (False, True)):
+        assert_as_train_py(
+            method, tying, lambda step: [[x.chunk(2)[dist.get_rank()] for x in token_batch(step)]], off, wrap)
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path):
+    for started in ranks(2, [], tmp_path / 'stderr', main=two_ranks):
+        finish(started, 0)
 
 
 @pytest.mark.parametrize('once', [True, False])
@@ -145,32 +163,6 @@ def test_sums_of_token_losses(once):
         close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
-def two_ranks(argv):
-    """DDP and FSDP2, with shards of unequal length."""
-    from torch.distributed.fsdp import fully_shard  # takes a second
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo')
-    rank = dist.get_rank()
-    for wrap, method, tying in itertools.product((DDP, fully_shard), METHODS, (False, True)):
-        gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))
-        model = wrap(gpt)
-        optimizer = optimizer_of(gpt, method)
-        for step in (1, 2, 3):
-            loss_of(gpt, method, [x.chunk(2)[rank] for x in token_batch(step)], model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        list(train_steps(reference, method, 3, grad_clip=0))
-        assert shows_0(gpt) == (method == 'mu_centering')
-        for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
-            close(p.full_tensor() if wrap is fully_shard else p, q, rtol=0, atol=1e-12)
-    dist.destroy_process_group()
-
-
-def test_two_ranks(tmp_path):
-    for started in ranks(2, [], tmp_path / 'stderr', main=two_ranks):
-        finish(started, 0)
-
-
 @pytest.mark.parametrize('hooked', ['muon', 'adamw'])
 def test_muon_beside_adamw(hooked):
     """Only the hook on the optimizer that steps E, which steps last here, leaves it centered."""
@@ -179,24 +171,21 @@ def test_muon_beside_adamw(hooked):
     others = [p for p in gpt.parameters() if not any(p is q for q in hidden)]
     optimizers = {'muon': torch.optim.Muon(hidden, lr=0.01), 'adamw': adamw(others)}
     hook(optimizers[hooked], gpt)
-    loss_of(gpt, 'mu_centering', token_batch(1)).backward()
+    gpt(*token_batch(1))[0].backward()
     for optimizer in optimizers.values():
         optimizer.step()
-    assert shows_0(gpt) == (hooked == 'adamw')
+    assert shows_0(gpt.E) == (hooked == 'adamw')
 
 
 def test_lora():
     """The frozen matrix stays centered, and the merged one, which one evaluates, is not."""
     h, E, B = normal(generator(0), 64, 16), normal(generator(1), 64, 16), normal(generator(2), 2, 16)
     A = torch.zeros(64, 2, dtype=E.dtype, requires_grad=True)
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
     optimizer = adamw([A])
-    hook(optimizer, model)
+    hook(optimizer, SimpleNamespace(lm_head=SimpleNamespace(weight=E)))
     F.cross_entropy(h @ (E + A @ B).T, torch.arange(64) // 2).backward()
     optimizer.step()
-    assert shows_0(model)
-    E += A.detach() @ B
-    assert not shows_0(model)
+    assert shows_0(E) and not shows_0(E + A.detach() @ B)
 
 
 @pytest.mark.parametrize('centered', ['weights', 'masters'])
@@ -209,18 +198,12 @@ def test_fp32_masters(centered):
         optimizer.step()
         weights = masters.detach().bfloat16()
         center(masters if centered == 'masters' else weights)
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=masters))
-    assert shows_0(model) == (centered == 'masters')
+    assert shows_0(masters) == (centered == 'masters')
 
 
-def test_check():
-    """It is the norm of the vector: its entries may sum to zero."""
-    E = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
-    assert not shows_0(SimpleNamespace(lm_head=SimpleNamespace(weight=E)))
-
-
-def test_flat_shard():
-    """As FSDP1 makes them: its mean would not be μ."""
+def test_what_would_not_be_mu():
+    """The mean of all entries may be 0; a flat shard of FSDP1 is refused."""
+    assert not shows_0(torch.tensor([[1.0, -1.0], [1.0, -1.0]]))
     with pytest.raises(AssertionError, match='FSDP1'):
         center(torch.ones(64))
 
