@@ -100,46 +100,32 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def assert_as_train_py(method, tying, micro_batches, scaler, wrap=lambda gpt: gpt):
-    """Three steps of another loop, each of micro_batches(step), leave the weights of train.py."""
-    gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))
-    model = wrap(gpt)
-    optimizer = adamw(gpt.parameters())
-    if method == 'mu_centering':
-        hook(optimizer, gpt)
-    for step in (1, 2, 3):
-        batches = micro_batches(step)
-        for batch in batches:
-            loss, _ = model(*batch)
-            loss = loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
-            scaler.scale(loss / len(batches)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    list(train_steps(reference, method, 3, grad_clip=0))
-    assert shows_0(gpt.E) == (method == 'mu_centering')
-    for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
-        close(p.full_tensor() if hasattr(p, 'full_tensor') else p, q, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize('tying', [False, True])
-@pytest.mark.parametrize('method', METHODS)
-def test_accumulation_with_scaler(method, tying):
-    """Gradients of four micro-batches, with GradScaler, which multiplies them by 65,536."""
-    def micro_batches(step):
-        return list(zip(*(x.split(1) for x in token_batch(step)), strict=True))
-    assert_as_train_py(method, tying, micro_batches, torch.amp.GradScaler('cpu'))
-
-
 def two_ranks(argv):
-    """DDP and FSDP2, with shards of unequal length."""
+    """
+    DDP and FSDP2, with shards of unequal length, each rank with two micro-batches and GradScaler, which
+    multiplies their gradients by 65,536.
+    """
     from torch.distributed.fsdp import fully_shard  # takes a second
     torch.set_num_threads(1)
     dist.init_process_group('gloo')
-    off = torch.amp.GradScaler('cpu', enabled=False)
     for wrap, method, tying in product((DDP, fully_shard), METHODS, (False, True)):
-        assert_as_train_py(
-            method, tying, lambda step: [[x.chunk(2)[dist.get_rank()] for x in token_batch(step)]], off, wrap)
+        gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))
+        model = wrap(gpt)
+        optimizer, scaler = adamw(gpt.parameters()), torch.amp.GradScaler('cpu')
+        if method == 'mu_centering':
+            hook(optimizer, gpt)
+        for step in (1, 2, 3):
+            for micro_batch in range(2 * dist.get_rank(), 2 * dist.get_rank() + 2):
+                loss, _ = model(*(x[micro_batch][None] for x in token_batch(step)))
+                loss = loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
+                scaler.scale(loss / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        list(train_steps(reference, method, 3, grad_clip=0))
+        assert shows_0(gpt.E) == (method == 'mu_centering')
+        for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
+            close(p.full_tensor() if wrap is fully_shard else p, q, rtol=0, atol=1e-12)
     dist.destroy_process_group()
 
 
@@ -148,16 +134,14 @@ def test_two_ranks(tmp_path):
         finish(started, 0)
 
 
-@pytest.mark.parametrize('once', [True, False])
-def test_sums_of_token_losses(once):
-    """Two ranks, whose gradients are summed, with two micro-batches each, divided by the tokens of all."""
+@pytest.mark.parametrize('times', [1, 4])
+def test_sums_of_token_losses(times):
+    """Divided by the tokens of all micro-batches and ranks; once a step, or to each of the four over four."""
     gpt, reference = tiny_gpt(), tiny_gpt('mu_loss')
     tokens, targets = token_batch(1)
-    for x, t in zip(tokens.chunk(4), targets.chunk(4), strict=True):
-        loss = F.cross_entropy(gpt.logits(x).flatten(0, 1), t.flatten(), reduction='sum') / targets.numel()
-        (loss if once else loss + mu_loss(gpt.E, lam=0.3) / 2 / 2).backward()
-    for _ in range(2 if once else 0):
-        (mu_loss(gpt.E, lam=0.3) / 2).backward()
+    for i, (x, t) in enumerate(zip(tokens.split(1), targets.split(1), strict=True)):
+        loss = F.cross_entropy(gpt.logits(x)[0], t[0], reduction='sum') / targets.numel()
+        (loss + mu_loss(gpt.E, lam=0.3) / times if i < times else loss).backward()
     reference(tokens, targets)[0].backward()
     for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
         close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
@@ -188,17 +172,16 @@ def test_lora():
     assert shows_0(E) and not shows_0(E + A.detach() @ B)
 
 
-@pytest.mark.parametrize('centered', ['weights', 'masters'])
-def test_fp32_masters(centered):
-    """An optimizer of fp32 copies, which it copies over the bf16 weights in each step."""
+def test_fp32_masters():
+    """An optimizer of fp32 copies, which are copied over the bf16 weights after each step."""
     masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
     masters.grad = normal(generator(1), 61, 16).float()
-    optimizer = adamw([masters])
-    for _ in range(2):
-        optimizer.step()
-        weights = masters.detach().bfloat16()
-        center(masters if centered == 'masters' else weights)
-    assert shows_0(masters) == (centered == 'masters')
+    weights = masters.detach().bfloat16()
+    center(weights)
+    adamw([masters]).step()
+    assert not shows_0(masters.detach().bfloat16())
+    center(masters)
+    assert shows_0(masters.detach().bfloat16())
 
 
 def test_what_would_not_be_mu():
