@@ -2,6 +2,7 @@
 README.md, which no other test reads: its commands, its LRS tables, the method that it adds, how it loads a
 model, and its lines for anybody's own training loop, which do what train.py does.
 """
+import functools
 import re
 import shutil
 import sys
@@ -75,6 +76,7 @@ def test_loading_a_model(corpus, tmp_path, monkeypatch):
 # -------- the lines for other loops
 BLOCK = re.search(r'```python\n(import torch\n.*?)```', README, re.DOTALL)[1]
 *FUNCTIONS, HOOK, CHECK = BLOCK.splitlines()
+adamw = functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
 NAMES = {}
 exec('\n'.join(FUNCTIONS), NAMES)
 center, mu_loss = NAMES['center'], NAMES['mu_loss']
@@ -90,10 +92,6 @@ def shows_0(E):
     model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
     exec(CHECK, {'model': model, 'print': printed.append})
     return (printed[0] <= torch.finfo(E.dtype).eps * E.norm()).item()
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def two_ranks(argv):
@@ -161,10 +159,9 @@ def test_lora():
     """The frozen matrix stays centered, and the merged one, which one evaluates, is not."""
     h, E, B = normal(generator(0), 64, 16), normal(generator(1), 64, 16), normal(generator(2), 2, 16)
     A = torch.zeros(64, 2, dtype=E.dtype, requires_grad=True)
-    optimizer = adamw([A])
-    hook(optimizer, SimpleNamespace(lm_head=SimpleNamespace(weight=E)))
+    center(E)
     F.cross_entropy(h @ (E + A @ B).T, torch.arange(64) // 2).backward()
-    optimizer.step()
+    adamw([A]).step()
     assert shows_0(E) and not shows_0(E + A.detach() @ B)
 
 

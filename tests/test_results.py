@@ -21,8 +21,7 @@ def script(tmp_path, monkeypatch, capsys):
         plt.close('all')
         runpy.run_path(str(path), run_name='__main__')
         return path.parent, plt.gcf().axes[0], capsys.readouterr().out
-    yield run
-    plt.close('all')
+    return run
 
 
 @pytest.mark.parametrize('name, drawn, numbers', [
