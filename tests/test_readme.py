@@ -1,7 +1,4 @@
-"""
-README.md, which no other test reads: its commands, its LRS tables, the method that it adds, how it loads a
-model, and its lines for anybody's own training loop, which do what train.py does.
-"""
+"""README.md: its commands, LRS tables, added method, how it loads a model, its lines for other loops."""
 import functools
 import re
 import shutil
@@ -95,12 +92,8 @@ def shows_0(E):
 
 
 def two_ranks(argv):
-    """
-    DDP and FSDP2, with shards of unequal length, each rank with two micro-batches and GradScaler, which
-    multiplies their gradients by 65,536.
-    """
+    """DDP and FSDP2, with shards of unequal length, two micro-batches and GradScaler, a factor of 65,536."""
     from torch.distributed.fsdp import fully_shard  # takes a second
-    torch.set_num_threads(1)
     dist.init_process_group('gloo')
     for wrap, method, tying in product((DDP, fully_shard), ('mu_centering', 'mu_loss'), (False, True)):
         gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))

@@ -141,7 +141,7 @@ def test_shared_gpus(fake, env, given):
     assert sorted(fake.gpus()) == given
 
 
-def test_free_gpu(fake):  # that of the runs which have ended
+def test_free_gpu(fake):
     fake.held(5, 4, METHODS='z_loss', CUDA_VISIBLE_DEVICES='3,1', grid='drift', SEEDS='1', HOLD='lr0.0001')
     assert sorted(fake.gpus()) == ['1', '1', '1', '1', '3']
 
