@@ -1,5 +1,4 @@
 """What cannot work is refused with one line that names it, before anything is written."""
-
 import numpy as np
 import pytest
 import torch

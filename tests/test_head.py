@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import model
 import train
 from model import METHODS, GPTConfig, head_loss
-from small_runs import assert_same, log_of, resume_from, state_of
-from test_facts import close, generator, of_logits, tiny_gpt, token_batch
+from small_runs import assert_same, log_of
+from test_facts import close, generator, normal, of_logits, tiny_gpt, token_batch
 from test_model import BF16_UNIT
 
 ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
@@ -83,21 +83,16 @@ def test_one_graph():
     torch._dynamo.reset()
     gpt = tiny_gpt('mu_loss', n_layer=2, weight_tying=True, dtype='bfloat16', logits_dtype='bfloat16')
     traced = torch.compile(gpt, backend='aot_eager', fullgraph=True, dynamic=False)
-    results = []
-    for run in (gpt, traced):
-        objective, stats = run(*token_batch(0))
-        results.append((objective, stats, torch.autograd.grad(objective, [*gpt.parameters()])))
-    assert_same(*results)
+    results = [run(*token_batch(0)) for run in (gpt, traced)]
+    gradients = [torch.autograd.grad(objective, [*gpt.parameters()]) for objective, _ in results]
+    assert_same(*zip(results, gradients, strict=True))
 
 
 def test_compiled_run(trained, monkeypatch):
-    """
-    It has the losses of an eager one, and goes on from a checkpoint to its own bits. The model is that of
-    test_compiled_model, whose kernels need not be compiled again.
-    """
+    """It has the losses of an eager one. The kernels of test_compiled_model need not be compiled again."""
     monkeypatch.setitem(train.SIZES, 'tiny', {**train.SIZES['tiny'], 'n_layer': 0})
     flags = ('--n_embd=16', '--n_head=2', '--vocab_size=500', '--block_size=16', '--cap=300',
-             '--method=soft_capping', '--logits_dtype=bfloat16', '--steps=4', '--lr=1e-3', '--keep_every=2')
+             '--method=soft_capping', '--logits_dtype=bfloat16', '--steps=4', '--lr=1e-3')
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     eager = trained('eager', *flags)
@@ -107,21 +102,15 @@ def test_compiled_run(trained, monkeypatch):
     assert graphs['unique_graphs'] == 2  # of training and of evaluation
     for a, b in zip(log_of(eager), log_of(compiled), strict=True):
         assert a == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in b.items()}
-    state = state_of(compiled)
-    resume_from(compiled, 'model_2.pt')
-    torch._dynamo.reset()
-    assert_same(state_of(trained('compiled', *flags, '--compile')), state)
 
 
 def test_bias_of_a_fork(monkeypatch):
     """A bias of the logits: its gradient is the mean of softmax(l) - onehot(t)."""
-    gpt = tiny_gpt()
-    gpt.bias = torch.nn.Parameter(torch.randn(64, generator=generator(0), dtype=gpt.E.dtype))
+    gpt, bias, (tokens, targets) = tiny_gpt(), normal(generator(0), 64).requires_grad_(), token_batch(0)
     head_logits = model.head_logits
-    monkeypatch.setattr(model, 'head_logits', lambda h, E, config: head_logits(h, E, config) + gpt.bias)
-    tokens, targets = token_batch(0)
+    monkeypatch.setattr(model, 'head_logits', lambda h, E, config: head_logits(h, E, config) + bias)
     gpt(tokens, targets)[0].backward()
-    p = (gpt.hidden(tokens) @ gpt.E.T + gpt.bias).softmax(dim=-1)
-    onehot = torch.nn.functional.one_hot(targets, 64)
-    close(gpt.bias.grad, (p - onehot).flatten(0, 1).mean(dim=0), rtol=1e-12, atol=1e-15)
-    close(gpt.logits(tokens).softmax(dim=-1), p, rtol=1e-12, atol=0)
+    logits = gpt.hidden(tokens) @ gpt.E.T + bias
+    close(gpt.logits(tokens), logits, rtol=1e-12, atol=1e-12)
+    D = logits.softmax(dim=-1) - torch.nn.functional.one_hot(targets, 64)
+    close(bias.grad, D.mean(dim=(0, 1)), rtol=1e-12, atol=1e-15)

@@ -1,15 +1,12 @@
-"""
-README.md, which no other test reads: its commands, its LRS tables, the method that it adds, how it loads a
-model, and its lines for anybody's own training loop, which do what train.py does.
-"""
-import itertools
+"""README.md: its commands, LRS tables, added method, how it loads a model, its lines for other loops."""
+import functools
 import re
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,7 +18,7 @@ import analyze
 import prepare_fineweb
 import train
 from conftest import ROOT, execute, finish
-from small_runs import SMALL, ranks, shard
+from small_runs import SMALL, ranks
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
 
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
@@ -61,106 +58,59 @@ def test_adding_a_method(tmp_path, monkeypatch):
     facts['test_model_equation']('l2_logits', False)
 
 
-def test_loading_a_model(tmp_path, monkeypatch):
+def test_loading_a_model(corpus, tmp_path, monkeypatch):
     code = re.search(r'```python\n(from model import .*?)```', README, re.S)[1]
     out = re.search(r"'(.*)/model\.pt'", code)[1]
     assert f'--out={out}\n' in execute('bash', 'sweep.sh', 'demo', DRY_RUN='1')
     monkeypatch.chdir(tmp_path)
-    for split in ('train', 'val'):
-        train.save(shard(np.arange(1000)), f'a_{split}_000000.bin')
-    train.main([*SMALL, '--data=.', f'--out={out}', '--steps=1'])
+    train.main([*SMALL, f'--data={corpus}', f'--out={out}', '--steps=1'])
     names = {'tokens': torch.arange(24).view(2, 12)}
     exec(code, names)
     assert torch.equal(names['gpt'].E, names['saved']['model']['lm_head.weight'])
-    assert names['logits'].shape == (2, 12, 50304)
+    assert names['logits'].shape == (2, 12, 320)
 
 
 # -------- the lines for other loops
 BLOCK = re.search(r'```python\n(import torch\n.*?)```', README, re.DOTALL)[1]
 *FUNCTIONS, HOOK, CHECK = BLOCK.splitlines()
+adamw = functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
 NAMES = {}
 exec('\n'.join(FUNCTIONS), NAMES)
 center, mu_loss = NAMES['center'], NAMES['mu_loss']
-METHODS = ('mu_centering', 'mu_loss')
 
 
 def hook(optimizer, model):
     exec(HOOK, {**NAMES, 'optimizer': optimizer, 'model': model})
 
 
-def shows_0(model):
+def shows_0(E):
     """Whether README's line that checks prints 0, but for rounding."""
     printed = []
-    exec(CHECK, {**NAMES, 'model': model, 'print': printed.append})
-    E = model.lm_head.weight
+    model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
+    exec(CHECK, {'model': model, 'print': printed.append})
     return (printed[0] <= torch.finfo(E.dtype).eps * E.norm()).item()
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
-
-
-def optimizer_of(gpt, method):
-    optimizer = adamw(gpt.parameters())
-    if method == 'mu_centering':
-        hook(optimizer, gpt)
-    return optimizer
-
-
-def loss_of(gpt, method, batch, model=None):
-    """Of a micro-batch, with README's μ-loss. `model` is what wraps gpt, if anything does."""
-    loss, _ = (model or gpt)(*batch)
-    return loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
-
-
-@pytest.mark.parametrize('tying', [False, True])
-@pytest.mark.parametrize('method', METHODS)
-def test_accumulation_with_scaler(method, tying):
-    """Gradients of four micro-batches, with GradScaler, which multiplies them by 65,536."""
-    gpt, reference = (tiny_gpt(name, weight_tying=tying) for name in ('baseline', method))
-    optimizer = optimizer_of(gpt, method)
-    scaler = torch.amp.GradScaler('cpu')
-    for step in (1, 2, 3):
-        for micro_batch in zip(*(x.split(1) for x in token_batch(step)), strict=True):
-            scaler.scale(loss_of(gpt, method, micro_batch) / 4).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    list(train_steps(reference, method, 3, grad_clip=0))
-    close([*gpt.parameters()], [*reference.parameters()], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize('once', [True, False])
-def test_sums_of_token_losses(once):
-    """Two ranks, whose gradients are summed, with two micro-batches each, divided by the tokens of all."""
-    gpt, reference = tiny_gpt(), tiny_gpt('mu_loss')
-    tokens, targets = token_batch(1)
-    for x, t in zip(tokens.chunk(4), targets.chunk(4), strict=True):
-        loss = F.cross_entropy(gpt.logits(x).flatten(0, 1), t.flatten(), reduction='sum') / targets.numel()
-        (loss if once else loss + mu_loss(gpt.E, lam=0.3) / 2 / 2).backward()
-    for _ in range(2 if once else 0):
-        (mu_loss(gpt.E, lam=0.3) / 2).backward()
-    reference(tokens, targets)[0].backward()
-    for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
-        close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
-
-
 def two_ranks(argv):
-    """DDP and FSDP2, with shards of unequal length."""
+    """DDP and FSDP2, with shards of unequal length, two micro-batches and GradScaler, a factor of 65,536."""
     from torch.distributed.fsdp import fully_shard  # takes a second
-    torch.set_num_threads(1)
     dist.init_process_group('gloo')
-    rank = dist.get_rank()
-    for wrap, method, tying in itertools.product((DDP, fully_shard), METHODS, (False, True)):
+    for wrap, method, tying in product((DDP, fully_shard), ('mu_centering', 'mu_loss'), (False, True)):
         gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))
         model = wrap(gpt)
-        optimizer = optimizer_of(gpt, method)
+        optimizer, scaler = adamw(gpt.parameters()), torch.amp.GradScaler('cpu')
+        if method == 'mu_centering':
+            hook(optimizer, gpt)
         for step in (1, 2, 3):
-            loss_of(gpt, method, [x.chunk(2)[rank] for x in token_batch(step)], model).backward()
-            optimizer.step()
+            for micro_batch in range(2 * dist.get_rank(), 2 * dist.get_rank() + 2):
+                loss, _ = model(*(x[micro_batch][None] for x in token_batch(step)))
+                loss = loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
+                scaler.scale(loss / 2).backward()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
         list(train_steps(reference, method, 3, grad_clip=0))
-        assert shows_0(gpt) == (method == 'mu_centering')
+        assert shows_0(gpt.E) == (method == 'mu_centering')
         for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
             close(p.full_tensor() if wrap is fully_shard else p, q, rtol=0, atol=1e-12)
     dist.destroy_process_group()
@@ -171,6 +121,19 @@ def test_two_ranks(tmp_path):
         finish(started, 0)
 
 
+@pytest.mark.parametrize('times', [1, 4])
+def test_sums_of_token_losses(times):
+    """Divided by the tokens of all micro-batches and ranks; once a step, or to each of the four over four."""
+    gpt, reference = tiny_gpt(), tiny_gpt('mu_loss')
+    tokens, targets = token_batch(1)
+    for i, (x, t) in enumerate(zip(tokens.split(1), targets.split(1), strict=True)):
+        loss = F.cross_entropy(gpt.logits(x)[0], t[0], reduction='sum') / targets.numel()
+        (loss + mu_loss(gpt.E, lam=0.3) / times if i < times else loss).backward()
+    reference(tokens, targets)[0].backward()
+    for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
+        close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize('hooked', ['muon', 'adamw'])
 def test_muon_beside_adamw(hooked):
     """Only the hook on the optimizer that steps E, which steps last here, leaves it centered."""
@@ -179,48 +142,37 @@ def test_muon_beside_adamw(hooked):
     others = [p for p in gpt.parameters() if not any(p is q for q in hidden)]
     optimizers = {'muon': torch.optim.Muon(hidden, lr=0.01), 'adamw': adamw(others)}
     hook(optimizers[hooked], gpt)
-    loss_of(gpt, 'mu_centering', token_batch(1)).backward()
+    gpt(*token_batch(1))[0].backward()
     for optimizer in optimizers.values():
         optimizer.step()
-    assert shows_0(gpt) == (hooked == 'adamw')
+    assert shows_0(gpt.E) == (hooked == 'adamw')
 
 
 def test_lora():
     """The frozen matrix stays centered, and the merged one, which one evaluates, is not."""
     h, E, B = normal(generator(0), 64, 16), normal(generator(1), 64, 16), normal(generator(2), 2, 16)
     A = torch.zeros(64, 2, dtype=E.dtype, requires_grad=True)
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
-    optimizer = adamw([A])
-    hook(optimizer, model)
+    center(E)
     F.cross_entropy(h @ (E + A @ B).T, torch.arange(64) // 2).backward()
-    optimizer.step()
-    assert shows_0(model)
-    E += A.detach() @ B
-    assert not shows_0(model)
+    adamw([A]).step()
+    assert shows_0(E) and not shows_0(E + A.detach() @ B)
 
 
-@pytest.mark.parametrize('centered', ['weights', 'masters'])
-def test_fp32_masters(centered):
-    """An optimizer of fp32 copies, which it copies over the bf16 weights in each step."""
+def test_fp32_masters():
+    """An optimizer of fp32 copies, which are copied over the bf16 weights after each step."""
     masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
     masters.grad = normal(generator(1), 61, 16).float()
-    optimizer = adamw([masters])
-    for _ in range(2):
-        optimizer.step()
-        weights = masters.detach().bfloat16()
-        center(masters if centered == 'masters' else weights)
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=masters))
-    assert shows_0(model) == (centered == 'masters')
+    weights = masters.detach().bfloat16()
+    center(weights)
+    adamw([masters]).step()
+    assert not shows_0(masters.detach().bfloat16())
+    center(masters)
+    assert shows_0(masters.detach().bfloat16())
 
 
-def test_check():
-    """It is the norm of the vector: its entries may sum to zero."""
-    E = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
-    assert not shows_0(SimpleNamespace(lm_head=SimpleNamespace(weight=E)))
-
-
-def test_flat_shard():
-    """As FSDP1 makes them: its mean would not be μ."""
+def test_what_would_not_be_mu():
+    """The mean of all entries may be 0; a flat shard of FSDP1 is refused."""
+    assert not shows_0(torch.tensor([[1.0, -1.0], [1.0, -1.0]]))
     with pytest.raises(AssertionError, match='FSDP1'):
         center(torch.ones(64))
 

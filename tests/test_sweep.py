@@ -14,15 +14,14 @@ from conftest import ENV, ROOT
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
 
-# Stands in for train.py, which takes seconds to start. It notes its start and is done. Runs that start after
-# HOLD others wait for the file `go`. The run LAST starts as the fifth, the run BROKEN fails.
+# Stands in for train.py, which takes seconds to start. It notes its start and is done. A run with HOLD in its
+# name waits for the file `go`, the run BROKEN fails.
 PYTHON = r"""#!/usr/bin/env bash
 echo "$@" >>python
 case $1 in train.py) ;; analyze.py) exit $ANALYSIS ;; *) exit $TORCH ;; esac
 out=${!#} && out=${out#--out=} && name=${out##*/}
-while [ "$name" = "$LAST" ] && [ "$(wc -l <started)" != 4 ]; do sleep 0.01; done
-echo "$name ${CUDA_VISIBLE_DEVICES-}" $$ >>started
-until [ -e go ] || [ "$(sed "/ $$\$/q" started | wc -l)" -le "${HOLD-99}" ]; do sleep 0.01; done
+echo "${CUDA_VISIBLE_DEVICES-}" >>started
+while [[ $name == *${HOLD-no run}* && ! -e go ]]; do sleep 0.01; done
 [ "$name" != "$BROKEN" ] || { echo error: no luck; exit 1; }
 mkdir -p "$out" && touch "$out/result.json"
 """
@@ -30,7 +29,6 @@ mkdir -p "$out" && touch "$out/result.json"
 
 class Sweep:
     """A folder in which sweep.sh, called by a link, makes ten runs of the stand-in, two at a time."""
-
     def __init__(self, folder):
         self.folder, self.out = folder, folder / 'my $(touch pwned) runs'
         (folder / 'bin').mkdir()
@@ -54,12 +52,21 @@ class Sweep:
 
     def run(self, status=0, **given):
         sweep = self.start(**given)
-        out, error = sweep.communicate(timeout=60)
-        assert sweep.returncode == status, out + error
-        return out, error
+        printed = sweep.communicate(timeout=60)
+        assert sweep.returncode == status, printed
+        return printed
 
-    def started(self):  # lists of name, GPUs, process
-        return [line.split(' ') for line in (self.folder / 'started').read_text().splitlines()]
+    def held(self, started, done, **given):
+        """Starts a sweep and returns it when so many of its runs have started and are done."""
+        sweep = self.start(**given)
+        deadline = time.monotonic() + 60
+        while (len(self.gpus()), self.done()) != (started, done):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return sweep
+
+    def gpus(self):  # of each run that has started
+        return (self.folder / 'started').read_text().splitlines()
 
     def done(self):
         return len(list(self.out.glob('*/sweep.done')))
@@ -97,10 +104,10 @@ def test_demo(fake):  # has the same dtypes on every CPU
     assert not any(run.mu_shift for run in fake.plan('demo', TYING='tied') + fake.plan('demo', LRS='3e-1'))
     planned = fake.run(DATA='', LRS='0.1', DRY_RUN='1')[0].splitlines()
     fake.run(7, DATA='', LRS='0.1', ANALYSIS='7')
-    _, prepare, *trained, analyze = (fake.folder / 'python').read_text().splitlines()
-    assert sorted(trained) == sorted(' '.join(shlex.split(line)[1:]) for line in planned)
-    assert prepare == 'prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib'
-    assert analyze == f'analyze.py {fake.out}'
+    _, *started = (fake.folder / 'python').read_text().splitlines()
+    prepare = 'prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib'
+    trained = [' '.join(shlex.split(line)[1:]) for line in planned]
+    assert [started[0], *sorted(started[1:])] == [prepare, f'analyze.py {fake.out}', *sorted(trained)]
 
 
 def test_drift(fake):
@@ -126,43 +133,38 @@ def test_variables(fake):
 @pytest.mark.parametrize('env, given', [
     ({}, ['0,1', '2,3']), ({'NPROC': '3'}, ['0,1,2', '3,4,5']), ({'NPROC': '4'}, ['0,1,2,3'] * 2),
     ({'CUDA_VISIBLE_DEVICES': '5,4', 'JOBS': '3'}, list('455')), ({'CUDA_VISIBLE_DEVICES': '-1'}, ['-1'] * 2),
-    ({'CUDA_VISIBLE_DEVICES': '9,8,7,6,5', 'JOBS': '1'}, ['9,8,7,6'])])
+    ({'CUDA_VISIBLE_DEVICES': '9,8,7,6', 'JOBS': '1'}, ['9,8,7,6'])])
 def test_shared_gpus(fake, env, given):
     gpus = '\n'.join(f'GPU {i}: NVIDIA H100 (UUID: a)' for i in range(6))
     methods = ' '.join(PAPER[:len(given)])
     fake.run(grid='paper', SIZES='16M', TYING='tied', LRS='1', METHODS=methods, GPUS=gpus, **env)
-    assert sorted(line[1] for line in fake.started()) == given
+    assert sorted(fake.gpus()) == given
 
 
 def test_free_gpu(fake):
-    fake.run(grid='paper', METHODS='z_loss', SIZES='16M', TYING='tied', CUDA_VISIBLE_DEVICES='3,1',
-             LAST='16M-tied-z_loss-lr0.0001-s1')
-    assert [line[1] for line in fake.started()] == ['1', '1', '1', '1', '3']
+    fake.held(5, 4, METHODS='z_loss', CUDA_VISIBLE_DEVICES='3,1', grid='drift', SEEDS='1', HOLD='lr0.0001')
+    assert sorted(fake.gpus()) == ['1', '1', '1', '1', '3']
 
 
 @pytest.mark.parametrize('kill, name, done', [
     (os.killpg, 'INT', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
 def test_killed_sweep(fake, kill, name, done):
     """Ctrl-C goes to the process group; what kills sweep.sh alone lets its two runs end."""
-    sweep = fake.start(HOLD='2')
-    deadline = time.monotonic() + 60
-    while (len(fake.started()), fake.done()) != (4, 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    sweep = fake.held(4, 2, HOLD='lr0.0003')
     kill(sweep.pid, getattr(signal, f'SIG{name}'))
     sweep.wait(timeout=60)
     (fake.folder / 'go').touch()
     sweep.communicate(timeout=60)  # until all that hold its output have ended, the runs too
-    assert sweep.returncode != 0 and fake.done() == done and len(fake.started()) == 4
+    assert sweep.returncode != 0 and fake.done() == done and len(fake.gpus()) == 4
     fake.run()
-    assert fake.done() == 10 and len(fake.started()) == 14 - done and not (fake.folder / 'pwned').exists()
+    assert fake.done() == 10 and len(fake.gpus()) == 14 - done and not (fake.folder / 'pwned').exists()
 
 
 def test_skipped_runs(fake):
     """What is done with the same settings, of which JOBS is none; for a copy, as sbatch starts one, too."""
     settings = {'LRS': '0.1'}
     for todo, name, value in ((2, 'JOBS', '2'), (0, 'JOBS', '1'), (2, 'STEPS', '7'), (2, 'FLAGS', '--eps=1'),
-                              (2, 'DATA', 'x')):
+                              (2, 'FLAGS', ''), (2, 'DATA', 'x')):
         settings[name] = value
         assert fake.run(**settings)[0].startswith(f'{todo} of 2 runs')
     (fake.out / 'tiny-untied-z_loss-lr0.1-s1/result.json').unlink()
