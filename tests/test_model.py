@@ -48,17 +48,13 @@ def test_initial_weights(tying):
 
 
 def test_mu_shift():
-    """One vector of this norm is added to all output embeddings; its direction comes from the seed."""
-    def shift(seed, norm):
-        args = settings('--size=tiny', '--vocab_size=64', f'--seed={seed}')
-        before = train.make_model(args)[0].E
-        args.mu_shift = norm
-        return (train.make_model(args)[0].E - before).double().detach()
-    shifts, smaller, other = shift(1, 30), shift(1, 0.5), shift(2, 30)
+    """One vector of this norm is added to all output embeddings."""
+    args = settings('--size=tiny', '--vocab_size=64')
+    before = train.make_model(args)[0].E
+    args.mu_shift = 30
+    shifts = (train.make_model(args)[0].E - before).double().detach()
     assert shifts[0].norm().item() == pytest.approx(30, rel=1e-6)
     close(shifts, shifts[:1].expand_as(shifts), rtol=0, atol=2.0 ** -23 * 30)
-    close(60 * smaller, shifts, rtol=0, atol=3e-5)
-    assert (shifts[0] - other[0]).norm() > 1
 
 
 def reference_hidden(w, tokens, n_layer, n_head, rope_fraction):

@@ -143,9 +143,9 @@ def test_init_from_a_model(whole, trained):
 def test_wandb(trained, monkeypatch):
     """It gets every line of the log, in one run, also of a run that resumes."""
     seen = []
-    wandb = SimpleNamespace(init=lambda **given: seen.append((given['id'], given['resume'])),
-                            log=lambda record, step: seen.append(step))
-    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(
+        init=lambda **given: seen.append((given['id'], given['resume'])),
+        log=lambda record, step: seen.append(step)))
     flags = ('--steps=2', '--keep_every=1', '--wandb=mine')
     out = trained('run', *flags)
     resume_from(out, 'model_1.pt')
