@@ -175,7 +175,7 @@ def diverged(test_loss, init_loss, curve):
     paper gives none: a loss or weight was not finite, so that it has no test loss; or the median training
     loss of a window of its `curve` after warm-up is more than MAX_RISE above that of an earlier window or
     above the loss at initialisation; or it ends less than MIN_LEARNED below that. A window, 1/20 of the log,
-    has at least 20 lines, against noise; less than three windows cannot say no.
+    has at least 20 lines, against noise; fewer than three windows cannot say no.
     """
     if math.isnan(test_loss):
         return 1, curve.step.max()
@@ -244,7 +244,7 @@ def collect(folders, out):
     report.check_comparable(rows)
     test_loss = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
     rows = rows.assign(test_loss=test_loss).reindex(columns=[*columns])
-    report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuses what is not one table, before it is one
+    report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuses, before it is written
     write_csv(out / 'results.csv', rows)
     write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))

@@ -32,8 +32,8 @@ add('--files', type=os.path.expanduser, help='quoted glob of .txt, .jsonl or .pa
 add('--out', type=os.path.expanduser, help='folder of the shards (None: data/fineweb or data/stdlib)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
 add('--tokens', type=positive_int, default=13_200_000_000, help='tokens to train on, at most')
-add('--val_tokens', type=positive_int, default=10_500_000, help='tokens for val: the first ones. Of local '
-    'files at most so many, of the first document and the 1%% whose hash, modulo 100, is the same')
+add('--val_tokens', type=positive_int, default=10_500_000, help='tokens for val: the first ones; of local '
+    'files at most so many, from the first document and 1%% of the others, chosen by hash')
 add('--shard_tokens', type=positive_int, default=100_000_000, help='tokens in a train shard, 2 bytes each')
 add('--workers', type=positive_int, default=os.cpu_count(), help='threads that tokenize')
 
@@ -49,7 +49,7 @@ def local_files(pattern):
     # a file with several names, by links or a second **, is read once, under the first of them
     paths = sorted({os.path.realpath(path): path for path in found if not os.path.isdir(path)}.values())
     others = [path for path in paths if not path.endswith(('.txt', '.jsonl', '.parquet'))]
-    check(paths and not others, f'{pattern} should match .txt, .jsonl or .parquet files; has {others[:3]}')
+    check(paths and not others, f'{pattern} should match .txt, .jsonl or .parquet files, not {others[:3]}')
     return paths
 
 
@@ -97,15 +97,15 @@ def load_encoder(name):
     """The function text -> its tokens (n,) uint16, the first of which is end-of-text."""
     if name == 'bytes':
         return lambda text: np.append(np.uint16(256), np.frombuffer(text.encode(), np.uint8))
-    gpt2 = tiktoken.get_encoding('gpt2')
+    bpe = tiktoken.get_encoding(name)
     # A million white spaces before a word overflow tiktoken's stack; GPT-2 splits before the last one anyway.
     space = r'[^\S\x1c-\x1f]'  # to GPT-2; to Python \x1c to \x1f as well
     last_space = re.compile(rf'(?={space}(?!{space}).)(?<={space}{{1000}})', re.DOTALL)
 
     def encode(text):
         parts = last_space.split(text) if len(text) > 100_000 else [text]
-        tokens = [gpt2.encode_to_numpy(part, disallowed_special=()) for part in parts]
-        tokens = np.concatenate([[np.uint32(gpt2.eot_token)], *tokens])
+        tokens = [bpe.encode_to_numpy(part, disallowed_special=()) for part in parts]
+        tokens = np.concatenate([[np.uint32(bpe.eot_token)], *tokens])
         check(tokens.max() < 2**16, f'--tokenizer={name}: token {tokens.max()}, but shards hold 16 bits')
         return tokens.astype(np.uint16)
     return encode
@@ -145,7 +145,7 @@ def cut_shards(documents, args, meta):
                 parts.append(tokens[start:start + size - n])
                 n, start = n + len(parts[-1]), start + len(parts[-1])
         start = 0
-    check(parts and meta['shards'], 'all is for val: give more documents (.txt, rows) or fewer --val_tokens')
+    check(parts and meta['shards'], 'nothing is left to train on: too few documents or too many --val_tokens')
     yield np.concatenate(parts), {'exhausted': True}
 
 
@@ -178,7 +178,7 @@ def fetch_shards(args, meta):
 def main(argv=None):
     args = parser.parse_args(argv)
     local = args.source == 'local'
-    check(bool(args.files) == local and (args.out or not local), '--source=local needs --files and --out')
+    check(bool(args.files) == local and (args.out or not local), '--source=local alone needs --files, and --out')
     args.out = args.out or ('data/stdlib' if args.source == 'stdlib' else 'data/fineweb')
     names = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}
     args.name = args.name or names.get(args.source)
@@ -189,7 +189,7 @@ def main(argv=None):
 
     # what the shards depend on: the same command finds it in meta.json and resumes
     settings = {key: value for key, value in vars(args).items() if key not in ('out', 'tokens', 'workers')}
-    settings['vocab_size'] = 50257 if args.tokenizer == 'gpt2' else 257
+    settings['vocab_size'] = {'gpt2': 50257, 'bytes': 257}[args.tokenizer]
     if local:
         stats = repr([(os.path.getsize(path), os.path.getmtime(path)) for path in paths])
         settings['sizes_and_times'] = hashlib.sha256(stats.encode()).hexdigest()

@@ -32,7 +32,7 @@ CURVES = ['run', 'step', 'loss', 'val_loss', 'test_loss', 'lr', 'mu_norm', 'logi
 TEXT_COLUMNS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device'}
 # What runs of one size must share: losses of other data, or after another length, are not to be compared.
 COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint',
-              'data_checksum']
+              'data_checksum', 'dtype', 'rope_fraction', 'warmup', 'min_lr', 'beta1', 'beta2', 'eps']
 
 # Our rule of what diverged, in nats: see `diverged` in analyze.py.
 MAX_RISE = 0.5     # of the training loss
@@ -51,7 +51,10 @@ COLORS = {  # the first six are the paper's; other methods and λ get the next o
 
 def read_csv(path, columns, required=('run',)):
     """These columns of a csv file, NaN for a number that is not known or finite."""
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).fillna('')
+    try:
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).fillna('')
+    except ValueError as error:  # it is no csv
+        check(False, f'{path}: {error}')
     missing = [name for name in required if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(required)}')
     rows = rows.reindex(columns=columns, fill_value='').replace({'True': '1', 'False': '0'})
@@ -75,14 +78,14 @@ def check_comparable(runs):
 
 
 def name_variants(runs):
-    """Adds what a run is called, its method and where it leaves the paper's setting, and its color."""
+    """Adds each run's name, which is its method and where it leaves the paper's setting, and its color."""
     beside_bf16 = (runs.logits_dtype == 'bfloat16').any()  # else fp32 is nothing unusual
     runs['fp32_head'] = beside_bf16 & (runs.logits_dtype == 'float32')
-    own_lam = (runs.lam >= 0) & (runs.lam != runs.method.map(METHODS))
-    own_cap = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
+    other_lam = (runs.lam >= 0) & (runs.lam != runs.method.map(METHODS))
+    other_cap = (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30))
     name = runs.method.map(NAMES).fillna(runs.method)
-    lam = runs.lam.map(' λ={:g}'.format).where(own_lam, '')
-    cap = runs.cap.map(', cap {:g}'.format).where(own_cap, '')
+    lam = runs.lam.map(' λ={:g}'.format).where(other_lam, '')
+    cap = runs.cap.map(', cap {:g}'.format).where(other_cap, '')
     planted = runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
     head = runs.fp32_head.map({True: ', fp32 head', False: ''})
     source = (', from ' + runs.init_from).where(runs.init_from != '', '')
@@ -182,31 +185,31 @@ def lrs_table(lrs, columns, title):
     cells = cells.where(lrs.lrs_n1.notna(), '-').set_axis(pd.MultiIndex.from_frame(lrs[['size', columns]]))
     return dict(title=title, rows=grid(cells).rename(columns={'size': 'N'}), caption=(
         'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
-        'means over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: no run '
-        "diverged. Small: the paper's, of one seed. (n lr): over other learning rates than most. "
+        'means over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: known '
+        "that no run diverged. Small: the paper's, of one seed. (n lr): over other learning rates than most. "
         '-: no runs, or nothing was learned at any learning rate.'))
 
 
 def rounding_tables(runs):
-    """A table of runs that differ in a planted vector or the precision of the logits alone, if there are."""
+    """A table of runs that differ in an added vector or in the precision of the logits alone, or none."""
     logits = runs.logits_dtype.map({'bfloat16': 'BF16 logits', 'float32': 'fp32 logits'}).fillna('logits')
     vector = runs.mu_shift.map(', vector of norm {:g}'.format).where(runs.mu_shift > 0, '')
     runs = runs.assign(case=logits + vector, tying=runs.weight_tying.map(TYING), η=runs.lr.map('{:g}'.format))
     setting = ['but_for_rounding', 'size', 'tying', 'η']
     runs = runs[runs.groupby(setting).case.transform('nunique') > 1]
-    if runs.test_loss.count() < 2:
+    if runs.empty:
         return []
     means = runs.groupby([*setting, 'case'], sort=False).test_loss.agg(lambda x: x.mean(skipna=False))
     table = grid(means.map('{:.2f}'.format)).rename(columns={'but_for_rounding': 'method'})
-    worst = runs.loc[runs.test_loss.idxmax()]
-    others = runs.test_loss.drop(worst.name)
+    worst = means.fillna(math.inf).idxmax()  # the worst is nan, where a run was not finite
+    others = means.drop(worst)
     return [dict(title='What rounding does', rows=table, caption=(
-        'A vector added to all output embeddings at the start adds one number to all logits of a position, '
-        'which changes no probability or gradient but by rounding: between 512 and 1,024 BF16 has only the '
-        f'multiples of 4. <b>{worst.but_for_rounding} with {worst.case} ends at a test loss of '
-        f'{worst.test_loss:.2f}, the others at {others.min():.2f} to {others.max():.2f}</b>; all began at '
-        f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. Test losses are means over seeds, at the '
-        'learning rate η, nan if a run was not finite. -: no run.'))]
+        'The mean of the output embeddings adds one number to all logits of a position, which changes no '
+        'probability or gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. '
+        f'<b>{worst[0]} with {worst[-1]} ends at a test loss of {means[worst]:.2f}, the others at '
+        f'{others.min():.2f} to {others.max():.2f}</b>; all began at {runs.init_loss.min():.2f} to '
+        f'{runs.init_loss.max():.2f}. Test losses are means over seeds, at the learning rate η, nan if a run '
+        'was not finite. A vector was added to all output embeddings at the start. -: no run.'))]
 
 
 def run_table(runs):
@@ -214,7 +217,7 @@ def run_table(runs):
     known = runs[[*FORMATS]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(FORMATS[column.name].format)).replace(['nan', 'nan%'], '')
     return dict(title='All runs', rows=cells, caption=(
-        "With runs outside the paper's setting, which the others leave out. diverged: a loss or weight was "
+        "Also those outside the paper's setting, which LRS leaves out. diverged: a loss or weight was "
         f'not finite, the training loss rose by {MAX_RISE:g} nats, or the test loss ends less than '
         f'{MIN_LEARNED:g} below its start; empty: unknown. model_step: of the model that was measured. '
         'mean_share: V‖μ‖² / ‖E‖², which is 1 if all embeddings are equal. r_log_below_1_too: of the '
@@ -236,7 +239,7 @@ def make_tables(runs, lrs):
 
 # -------- figures
 # A function for each: its name is the file's, its docstring the title and the caption. None without data.
-UNKNOWN = '0.8'  # the light grey of a marker if it is unknown whether the run diverged
+UNKNOWN = '0.6'  # the grey of a marker if it is unknown whether the run diverged
 STYLES = {  # marker and line of a size; of others like those of tiny
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
@@ -269,7 +272,7 @@ def draw_lines(ax, rows, y):
 
 
 def stretch(ax, values):
-    """A logarithmic y axis for values over a factor of ten. With 0 among them: beyond 100, linear to 1."""
+    """A log y axis for positive values over a factor of ten or more; linear up to 1 for others beyond 100."""
     low, high = values.min(), values.max()
     if low > 1e-3 and high > 10 * low:
         ax.set_yscale('log')
@@ -280,7 +283,7 @@ def stretch(ax, values):
 
 
 def legend(figure, rows):
-    """Colours of variants, markers of sizes, what faces mean: below the figure."""
+    """Below the figure: the color of each variant, the marker of each size, what the fillings mean."""
     handles = [Line2D([], [], color=run.color, label=run.variant)
                for run in rows.drop_duplicates('variant').itertuples()]
     for size in rows['size'].unique():
@@ -340,9 +343,9 @@ def statistics(rows):
 def fact_3(rows):
     """
     What centering would change in the baseline. r_emb: the norm of an output embedding minus μ, divided by
-    that of the embedding itself. r_cos, r_log: likewise for the largest |cosine| with a hidden state h and
-    the largest |logit| of a position. Below 1, the dotted line, centering lowers it. cos(μ, h): the cosine of
-    μ and h. Means over the vocabulary or the test positions. (Figure 5 of the paper)
+    that without. r_cos, r_log: likewise for the largest |cosine| with a hidden state h and the largest
+    |logit| of a position. Below 1, the dotted line, centering lowers it; above, it raises it. cos(μ, h): the
+    cosine of the mean embedding and h. Means over the vocabulary or test positions. (Figure 5 of the paper)
     """
     return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
 
