@@ -1,7 +1,4 @@
-"""
-The head: what is rounded where, plain and compiled, and what it keeps for the backward pass. A GPU has other
-matmuls and another compiler: if there is one, what it rounds in the head of the paper's runs.
-"""
+"""The head, also on a GPU if there is one: what it rounds, plain and compiled, what it keeps for backward."""
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
