@@ -1,16 +1,12 @@
-"""
-The head: what is rounded where, plain and compiled, and what it keeps for the backward pass. A GPU has other
-matmuls and another compiler: if there is one, what it rounds in the head of the paper's runs.
-"""
+"""The head, also on a GPU if there is one: what it rounds, plain and compiled, what it keeps for backward."""
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import model
 import train
 from model import METHODS, GPTConfig, head_loss
 from small_runs import assert_same, log_of
-from test_facts import close, generator, normal, of_logits, tiny_gpt, token_batch
+from test_facts import close, generator, of_logits, tiny_gpt, token_batch
 from test_model import BF16_UNIT
 
 ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
@@ -94,23 +90,9 @@ def test_compiled_run(trained, monkeypatch):
     flags = ('--n_embd=16', '--n_head=2', '--vocab_size=500', '--block_size=16', '--cap=300',
              '--method=soft_capping', '--logits_dtype=bfloat16', '--steps=4', '--lr=1e-3')
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     eager = trained('eager', *flags)
-    graphs = torch._dynamo.utils.counters['stats']
-    assert not graphs
+    torch._dynamo.utils.counters.clear()
     compiled = trained('compiled', *flags, '--compile')
-    assert graphs['unique_graphs'] == 2  # of training and of evaluation
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 2  # of training and of evaluation
     for a, b in zip(log_of(eager), log_of(compiled), strict=True):
         assert a == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in b.items()}
-
-
-def test_bias_of_a_fork(monkeypatch):
-    """A bias of the logits: its gradient is the mean of softmax(l) - onehot(t)."""
-    gpt, bias, (tokens, targets) = tiny_gpt(), normal(generator(0), 64).requires_grad_(), token_batch(0)
-    head_logits = model.head_logits
-    monkeypatch.setattr(model, 'head_logits', lambda h, E, config: head_logits(h, E, config) + bias)
-    gpt(tokens, targets)[0].backward()
-    logits = gpt.hidden(tokens) @ gpt.E.T + bias
-    close(gpt.logits(tokens), logits, rtol=1e-12, atol=1e-12)
-    D = logits.softmax(dim=-1) - torch.nn.functional.one_hot(targets, 64)
-    close(bias.grad, D.mean(dim=(0, 1)), rtol=1e-12, atol=1e-15)

@@ -134,18 +134,17 @@ def test_sums_of_token_losses(times):
         close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize('hooked', ['muon', 'adamw'])
-def test_muon_beside_adamw(hooked):
-    """Only the hook on the optimizer that steps E, which steps last here, leaves it centered."""
+def test_muon_beside_adamw():
+    """The hook is on the optimizer that steps E."""
     gpt = tiny_gpt()
     hidden = [p for p in gpt.blocks.parameters() if p.dim() == 2]
     others = [p for p in gpt.parameters() if not any(p is q for q in hidden)]
-    optimizers = {'muon': torch.optim.Muon(hidden, lr=0.01), 'adamw': adamw(others)}
-    hook(optimizers[hooked], gpt)
+    optimizers = torch.optim.Muon(hidden, lr=0.01), adamw(others)
+    hook(optimizers[1], gpt)
     gpt(*token_batch(1))[0].backward()
-    for optimizer in optimizers.values():
+    for optimizer in optimizers:
         optimizer.step()
-    assert shows_0(gpt.E) == (hooked == 'adamw')
+    assert shows_0(gpt.E)
 
 
 def test_lora():
@@ -160,7 +159,8 @@ def test_lora():
 
 def test_fp32_masters():
     """An optimizer of fp32 copies, which are copied over the bf16 weights after each step."""
-    masters = (normal(generator(0), 61, 16).float() + 3).requires_grad_()
+    both_signs = torch.linspace(-3, 3, 16)  # the mean of all entries is 0, that of the rows is not
+    masters = (normal(generator(0), 61, 16).float() + both_signs).requires_grad_()
     masters.grad = normal(generator(1), 61, 16).float()
     weights = masters.detach().bfloat16()
     center(weights)
@@ -168,20 +168,13 @@ def test_fp32_masters():
     assert not shows_0(masters.detach().bfloat16())
     center(masters)
     assert shows_0(masters.detach().bfloat16())
-
-
-def test_what_would_not_be_mu():
-    """The mean of all entries may be 0; a flat shard of FSDP1 is refused."""
-    assert not shows_0(torch.tensor([[1.0, -1.0], [1.0, -1.0]]))
     with pytest.raises(AssertionError, match='FSDP1'):
-        center(torch.ones(64))
+        center(masters.detach().flatten())
 
 
 def test_bias():
     h, E, bias = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1, normal(generator(2), 61) + 3
-    before, mean_bias = (h @ E.T + bias).softmax(dim=1), bias.mean()
-    center(E)
-    close((h @ E.T + bias).mean(dim=1), mean_bias.expand(5), rtol=0, atol=1e-12)
+    before = (h @ E.T + bias).softmax(dim=1)
     center(E, bias)
     close((h @ E.T + bias).mean(dim=1), torch.zeros_like(h[:, 0]), rtol=0, atol=1e-12)
     close((h @ E.T + bias).softmax(dim=1), before, rtol=0, atol=1e-12)

@@ -101,7 +101,6 @@ def test_demo(fake):  # has the same dtypes on every CPU
     planned = {(run.method, run.lr, run.mu_shift, run.logits_dtype) for run in runs}
     shifted = product(('baseline', 'mu_centering'), [0.01], [1000], ('bfloat16', 'float32'))
     assert planned == {*product(PAPER, [0.01, 0.3], [0], ['bfloat16']), *shifted} and len(runs) == 16
-    assert not any(run.mu_shift for run in fake.plan('demo', TYING='tied') + fake.plan('demo', LRS='3e-1'))
     planned = fake.run(DATA='', LRS='0.1', DRY_RUN='1')[0].splitlines()
     fake.run(7, DATA='', LRS='0.1', ANALYSIS='7')
     _, *started = (fake.folder / 'python').read_text().splitlines()
@@ -118,7 +117,6 @@ def test_drift(fake):
     assert {(run.lr, run.steps, run.batch_size, run.block_size) for run in runs} == {(0.3, 12500, 8, 512)}
     assert {(run.eval_tokens, run.test_tokens) for run in runs} == {(2**20, 10 * 2**20)}
     assert 'out/drift_16M/16M-untied-baseline-lr0.3-s2-fp32head' in {run.out for run in runs}
-    assert ' --tokens=1e8 --val_tokens=1e6 --out=none\n' in fake.run(2, grid='drift', DATA='none')[1]
     assert ', 6 at a time' in fake.run(grid='drift', METHODS='baseline', LRS='1e-1', JOBS='')[0]
 
 
@@ -131,8 +129,8 @@ def test_variables(fake):
 
 
 @pytest.mark.parametrize('env, given', [
-    ({}, ['0,1', '2,3']), ({'NPROC': '3'}, ['0,1,2', '3,4,5']), ({'NPROC': '4'}, ['0,1,2,3'] * 2),
-    ({'CUDA_VISIBLE_DEVICES': '5,4', 'JOBS': '3'}, list('455')), ({'CUDA_VISIBLE_DEVICES': '-1'}, ['-1'] * 2),
+    ({}, ['0,1', '2,3']), ({'NPROC': '3'}, ['0,1,2', '3,4,5']),
+    ({'CUDA_VISIBLE_DEVICES': '5,4', 'JOBS': '3'}, list('455')),
     ({'CUDA_VISIBLE_DEVICES': '9,8,7,6', 'JOBS': '1'}, ['9,8,7,6'])])
 def test_shared_gpus(fake, env, given):
     gpus = '\n'.join(f'GPU {i}: NVIDIA H100 (UUID: a)' for i in range(6))
