@@ -145,7 +145,7 @@ def cut_shards(documents, args, meta):
                 parts.append(tokens[start:start + size - n])
                 n, start = n + len(parts[-1]), start + len(parts[-1])
         start = 0
-    check(parts and meta['shards'], 'nothing is left to train on: too few documents or too many --val_tokens')
+    check(parts and meta['shards'], 'all is for val: give more documents (.txt, rows) or fewer --val_tokens')
     yield np.concatenate(parts), {'exhausted': True}
 
 
@@ -178,7 +178,7 @@ def fetch_shards(args, meta):
 def main(argv=None):
     args = parser.parse_args(argv)
     local = args.source == 'local'
-    check(bool(args.files) == local and (args.out or not local), '--source=local alone needs --files, and --out')
+    check(bool(args.files) == local and (args.out or not local), '--source=local needs --files and --out')
     args.out = args.out or ('data/stdlib' if args.source == 'stdlib' else 'data/fineweb')
     names = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}
     args.name = args.name or names.get(args.source)

@@ -31,10 +31,10 @@ class Sweep:
     """A folder in which sweep.sh, called by a link, makes ten runs of the stand-in, two at a time."""
     def __init__(self, folder):
         self.folder, self.out = folder, folder / 'my $(touch pwned) runs'
-        (folder / 'bin').mkdir()
         files = {'bin/python': PYTHON, 'bin/torchrun': 'python "${@:3}"', 'bin/nvidia-smi': 'echo "$GPUS"',
-                 'train.py': '', 'started': '', 'a_train_1.bin': ''}
+                 'train.py': '', 'started': '', 'a_train_1.bin': '', 'data/stdlib/a_train_1.bin': ''}
         for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         shutil.copy(f'{ROOT}/sweep.sh', folder)
@@ -162,7 +162,7 @@ def test_skipped_runs(fake):
     """What is done with the same settings, of which JOBS is none; for a copy, as sbatch starts one, too."""
     settings = {'LRS': '0.1'}
     for todo, name, value in ((2, 'JOBS', '2'), (0, 'JOBS', '1'), (2, 'STEPS', '7'), (2, 'FLAGS', '--eps=1'),
-                              (2, 'FLAGS', ''), (2, 'DATA', 'x')):
+                              (2, 'FLAGS', ''), (2, 'DATA', 'data/stdlib')):
         settings[name] = value
         assert fake.run(**settings)[0].startswith(f'{todo} of 2 runs')
     (fake.out / 'tiny-untied-z_loss-lr0.1-s1/result.json').unlink()
