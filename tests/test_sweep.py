@@ -118,6 +118,7 @@ def test_drift(fake):
     assert {(run.eval_tokens, run.test_tokens) for run in runs} == {(2**20, 10 * 2**20)}
     assert 'out/drift_16M/16M-untied-baseline-lr0.3-s2-fp32head' in {run.out for run in runs}
     assert ', 6 at a time' in fake.run(grid='drift', METHODS='baseline', LRS='1e-1', JOBS='')[0]
+    assert 'none' in fake.run(2, grid='paper', DATA='none')[1]  # no shards, no run
 
 
 def test_variables(fake):
