@@ -4,9 +4,7 @@ import hashlib
 import io
 import multiprocessing
 import os
-import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -28,13 +26,6 @@ START = multiprocessing.get_context('forkserver')
 START.set_forkserver_preload(['small_runs', 'test_prepare', 'torch._dynamo'])
 
 
-def execute(*command, cwd=ROOT, status=0, **env):
-    """Starts a program as a user would, asserts its exit status and returns all that it printed."""
-    done = subprocess.run(command, cwd=cwd, env={**ENV, **env}, capture_output=True, text=True, timeout=600)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr if status else done.stdout
-
-
 def refused(call, *named):
     """Asserts that call() exits with status 2 and one line, after a usage, that names each of `named`."""
     printed = io.StringIO()
@@ -47,10 +38,7 @@ def refused(call, *named):
 
 
 def process(main, argv, stderr=os.devnull, env=None, prepare=(), daemon=True):
-    """
-    Starts main(argv) as a program, after a call of prepare = (f, *arguments); errors go to `stderr`. A daemon
-    ends when pytest does, but may start none of its own.
-    """
+    """Starts main(argv) as a program, after a call of prepare = (f, *arguments). A daemon may start none."""
     given = (main, argv, str(stderr), env or {}, prepare)
     started = START.Process(target=in_process, args=given, daemon=daemon)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # where the server finds all
@@ -71,12 +59,6 @@ def in_process(main, argv, stderr, env, prepare):
     main(argv)
 
 
-def program(argv):
-    """For `process`: what `python FILE --flag ...` does, argv = [FILE, '--flag', ...]."""
-    sys.argv = argv
-    runpy.run_path(os.path.join(ROOT, argv[0]), run_name='__main__')
-
-
 def finish(started, status, seconds=120):
     """Waits for a process, kills one that does not end, and asserts its exit status."""
     started.join(seconds)
@@ -94,8 +76,9 @@ def folder_hash(folder):
 def corpus(tmp_path_factory):
     """Shards of the standard library's source in bytes: one val shard and two train shards."""
     folder = str(tmp_path_factory.mktemp('data') / 'stdlib')
-    finish(process(program, ['prepare_fineweb.py', '--source=stdlib', '--tokenizer=bytes', f'--out={folder}',
-                             '--val_tokens=20000', '--tokens=90000', '--shard_tokens=50000']), 0)
+    import prepare_fineweb
+    prepare_fineweb.main(['--source=stdlib', '--tokenizer=bytes', f'--out={folder}', '--val_tokens=20000',
+                          '--tokens=90000', '--shard_tokens=50000'])
     return folder
 
 

@@ -68,10 +68,7 @@ def killed_at(number):
 
 
 def ranks(world, argv, stderr, main=train.main, prepare=()):
-    """
-    Starts main(argv) in `world` processes that find each other; their errors go to <stderr><rank>. Only rank
-    0 gets argv, which the others do not read.
-    """
+    """Starts main(argv) in `world` processes, whose errors go to <stderr><rank>; only rank 0 reads argv."""
     with socket.socket() as s:
         port = next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
     shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}

@@ -2,6 +2,7 @@
 import functools
 import re
 import shutil
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import analyze
 import prepare_fineweb
 import train
-from conftest import ROOT, execute, finish
+from conftest import ENV, ROOT, finish
 from small_runs import SMALL, ranks
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
 
@@ -61,7 +62,8 @@ def test_adding_a_method(tmp_path, monkeypatch):
 def test_loading_a_model(corpus, tmp_path, monkeypatch):
     code = re.search(r'```python\n(from model import .*?)```', README, re.S)[1]
     out = re.search(r"'(.*)/model\.pt'", code)[1]
-    assert f'--out={out}\n' in execute('bash', 'sweep.sh', 'demo', DRY_RUN='1')
+    env = {**ENV, 'DRY_RUN': '1'}
+    assert f'--out={out}\n' in subprocess.check_output(['bash', f'{ROOT}/sweep.sh', 'demo'], env=env, text=True)
     monkeypatch.chdir(tmp_path)
     train.main([*SMALL, f'--data={corpus}', f'--out={out}', '--steps=1'])
     names = {'tokens': torch.arange(24).view(2, 12)}

@@ -109,10 +109,7 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
 
 
 def test_other_data(corpus, begun, tmp_path):
-    """
-    It is refused, but not another place. A run of 96e0adf, without data_checksum, resumes if its fingerprint
-    is right; so does one of code that lacked a flag, which then had its default.
-    """
+    """Is refused, but not another place. A run of 96e0adf, which lacks data_checksum, resumes with the same."""
     other, moved = (shutil.copytree(corpus, tmp_path / name) for name in ('other', 'moved'))
     for split, i in (('val_000000', 7000), ('train_000001', 10_005)):
         path = other / f'stdlib_{split}.bin'
@@ -144,10 +141,7 @@ ARCHITECTURE = 'n_layer=2 n_embd=64 n_head=2 vocab_size=512 weight_tying rope_fr
 
 
 def test_what_may_change(corpus, tmp_path, monkeypatch):
-    """
-    Each flag is refused by its name or passes, when a run resumes and when it starts from another's model.
-    What the machine and the code are may change.
-    """
+    """Each flag is refused by its name or passes, to resume and to start from the model of another run."""
     begun = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, 'run', lambda args, *_: begun.append(args))

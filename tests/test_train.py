@@ -2,29 +2,35 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import train
-from conftest import finish, folder_hash, process, program, refused
+from conftest import finish, folder_hash, process, refused
 from model import GPT, gpt_config
 from small_runs import SMALL, assert_same, killed_at, load, log_of, result_of, resume_from, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=40', '--logits_dtype=bfloat16', '--log_every=5',
         '--eval_every=10', '--ckpt_every=7', '--keep_every=20')
+SENT = []
 
 
 @pytest.fixture(scope='module')
 def whole(corpus, tmp_path_factory):
-    """The folder of a run with the flags LONG."""
+    """The folder of a run with the flags LONG; SENT gets what it logs to Weights & Biases."""
     folder = str(tmp_path_factory.mktemp('runs') / 'whole')
-    train.main([*SMALL, *LONG, f'--data={corpus}', f'--out={folder}'])
+    wandb = SimpleNamespace(init=lambda **given: SENT.append((given['id'], given['resume'])),
+                            log=lambda record, step: SENT.append(step))
+    with mock.patch.dict(sys.modules, wandb=wandb):
+        train.main([*SMALL, *LONG, f'--data={corpus}', f'--out={folder}', '--wandb=mine'])
     return folder
 
 
@@ -40,6 +46,7 @@ def test_what_a_run_leaves(whole, trained, tmp_path):
     assert_same(saved['model'], load(whole, 'model_40.pt')['model'])
     GPT(gpt_config(saved['config'])).load_state_dict(saved['model'])
     assert result['test_loss'] < result['init_loss'] - 1
+    assert SENT == [(saved['config']['run_id'], 'allow'), *(e['step'] for e in log)]
 
     before = folder_hash(whole)
     again = shutil.copytree(whole, tmp_path / 'again')
@@ -140,22 +147,7 @@ def test_init_from_a_model(whole, trained):
     assert result_of(run)['init_loss'] is None
 
 
-def test_wandb(trained, monkeypatch):
-    """It gets every line of the log, in one run, also of a run that resumes."""
-    seen = []
-    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(
-        init=lambda **given: seen.append((given['id'], given['resume'])),
-        log=lambda record, step: seen.append(step)))
-    flags = ('--steps=2', '--keep_every=1', '--wandb=mine')
-    out = trained('run', *flags)
-    resume_from(out, 'model_1.pt')
-    trained('run', *flags)
-    run = (train.read_json(f'{out}/config.json')['run_id'], 'allow')
-    assert seen == [run, 0, 1, 2, 2, run, 2, 2]
-
-
-def test_rank_without_world_size(corpus, tmp_path):
+def test_rank_without_world_size(monkeypatch):
     """It is no rank, but something that a launcher has left."""
-    argv = ['train.py', *SMALL, '--steps=1', f'--data={corpus}', f'--out={tmp_path}']
-    finish(process(program, argv, env={'RANK': '1'}), 0)
-    assert result_of(tmp_path)['model_step'] == 1
+    monkeypatch.setenv('RANK', '1')
+    assert runpy.run_path(train.__file__)['master_process']
