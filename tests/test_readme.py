@@ -62,8 +62,8 @@ def test_adding_a_method(tmp_path, monkeypatch):
 def test_loading_a_model(corpus, tmp_path, monkeypatch):
     code = re.search(r'```python\n(from model import .*?)```', README, re.S)[1]
     out = re.search(r"'(.*)/model\.pt'", code)[1]
-    env = {**ENV, 'DRY_RUN': '1'}
-    assert f'--out={out}\n' in subprocess.check_output(['bash', f'{ROOT}/sweep.sh', 'demo'], env=env, text=True)
+    command, env = ['bash', f'{ROOT}/sweep.sh', 'demo'], {**ENV, 'DRY_RUN': '1'}
+    assert f'--out={out}\n' in subprocess.check_output(command, env=env, text=True)
     monkeypatch.chdir(tmp_path)
     train.main([*SMALL, f'--data={corpus}', f'--out={out}', '--steps=1'])
     names = {'tokens': torch.arange(24).view(2, 12)}

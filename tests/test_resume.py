@@ -109,7 +109,7 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
 
 
 def test_other_data(corpus, begun, tmp_path):
-    """Is refused, but not another place. A run of 96e0adf, which lacks data_checksum, resumes with the same."""
+    """Is refused, but not another place. A run of 96e0adf, without data_checksum, resumes with the same."""
     other, moved = (shutil.copytree(corpus, tmp_path / name) for name in ('other', 'moved'))
     for split, i in (('val_000000', 7000), ('train_000001', 10_005)):
         path = other / f'stdlib_{split}.bin'
