@@ -29,9 +29,9 @@ CAPTION = (
 def verdict(tied, cap):
     """README's advice to those who train such a model."""
     if cap:
-        return 'Leave μ: the cap bounds the logits; centering trains another model. Untested where μ drifts.'
+        return "Don't center: under a cap it trains another model, untested where μ drifts."
     if tied:
-        return 'Use μ-loss. Centering would move the input embeddings too, and train another model.'
+        return 'Use μ-loss. Both it and centering move the input embeddings too.'
     return 'Center: it changes no probability (Fact 2). Or use μ-loss.'
 
 
