@@ -354,8 +354,8 @@ def training(curves):
     """
     Training curves. A row for each learning rate η, a line for each run: its loss; the norm of the mean μ of
     the output embeddings; of the logits their mean, how it varies over the positions, and the largest |logit|
-    of a position, on average. All but a val loss are means of ten log lines. Dotted: fp32 logits beside
-    others in BF16. Dashed: a vector added at the start (shift), or another start or cap.
+    of a position, on average. All but a val loss are means of ten log lines. Dotted: fp32 logits beside BF16.
+    Dashed: a vector added at the start (shift), another start or cap. Equal lines hide each other.
     """
     curves = curves[curves.step > 0]
     loss = 'val_loss' if curves.groupby('run').val_loss.count().median() > 1 else 'loss'
