@@ -194,7 +194,7 @@ def rounding_tables(runs):
     """A table of runs that differ in an added vector or in the precision of the logits alone, or none."""
     logits = runs.logits_dtype.map({'bfloat16': 'BF16 logits', 'float32': 'fp32 logits'}).fillna('logits')
     vector = runs.mu_shift.map(', vector of norm {:g}'.format).where(runs.mu_shift > 0, '')
-    runs = runs.assign(case=logits + vector, tying=runs.weight_tying.map(TYING), η=runs.lr.map('{:g}'.format))
+    runs = runs.assign(case=logits + vector, tying=runs.weight_tying.map(TYING), η=runs.lr.astype(str))
     setting = ['but_for_rounding', 'size', 'tying', 'η']
     runs = runs[runs.groupby(setting).case.transform('nunique') > 1]
     if runs.empty:
@@ -208,7 +208,7 @@ def rounding_tables(runs):
         'probability or gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. '
         f'<b>{worst[0]} with {worst[-1]} ends at a test loss of {means[worst]:.2f}, the others at '
         f'{others.min():.2f} to {others.max():.2f}</b>; all began at {runs.init_loss.min():.2f} to '
-        f'{runs.init_loss.max():.2f}. Test losses are means over seeds, at the learning rate η, nan if a run '
+        f'{runs.init_loss.max():.2f}. Test losses are means over seeds, at a learning rate η; nan: a run '
         'was not finite. A vector was added to all output embeddings at the start. -: no run.'))]
 
 
@@ -220,7 +220,7 @@ def run_table(runs):
         "Also those outside the paper's setting, which LRS leaves out. diverged: a loss or weight was "
         f'not finite, the training loss rose by {MAX_RISE:g} nats, or the test loss ends less than '
         f'{MIN_LEARNED:g} below its start; empty: unknown. model_step: of the model that was measured. '
-        'mean_share: V‖μ‖² / ‖E‖², which is 1 if all embeddings are equal. r_log_below_1_too: of the '
+        'mean_share: V‖μ‖² / ‖E‖², 1 if all embeddings are equal. r_log_below_1_too: of the '
         'positions with r_cos < 1, the share with r_log < 1.'))
 
 
@@ -352,9 +352,9 @@ def fact_3(rows):
 
 def training(curves):
     """
-    Training curves. A row for each learning rate η, a line for each run: its loss; the norm of the mean μ of
-    the output embeddings; of the logits their mean, how it varies over the positions, and the largest |logit|
-    of a position, on average. All but a val loss are means of ten log lines. Dotted: fp32 logits beside BF16.
+    Training curves. A row for each learning rate η, a line for each run: its loss; the norm of the mean μ
+    of the output embeddings; of the logits their mean, how it varies over the positions, and the largest
+    |logit| of a position, on average. All but a val loss are means of ten log lines. Dotted: fp32 logits.
     Dashed: a vector added at the start (shift), another start or cap. Equal lines hide each other.
     """
     curves = curves[curves.step > 0]

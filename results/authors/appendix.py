@@ -1,5 +1,5 @@
 """
-The paper's figures of LRS against size (3, 10), of several λ (8) and of distributions (11, 12), and the times
+The paper's figures of LRS against size (3, 10), of several λ (8) and of distributions (11, 12), the times
 of whole runs (Table 6), from a folder with the results.csv and distributions.csv that analyze.py writes.
 
     python results/authors/appendix.py                  # of the authors' runs
