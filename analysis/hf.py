@@ -19,8 +19,8 @@ PIECE = 2**18  # characters of a text that are tokenised at a time
 MASKS = ('.attn.bias', '.attention.bias', '.masked_bias', '.causal_mask')  # in old files; they are no weights
 CAPTION = (
     'e: the output embedding, H numbers, of one of V tokens; μ: their mean; h: the hidden state of a '
-    'position. mu_norm: ‖μ‖. mean_share: V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖. logit_mean'
-    ', _std, _absmax: mean, standard deviation, largest size of the bf16 logits of a position. '
+    'position. mu_norm: ‖μ‖. mean_share: V‖μ‖² / sum of ‖e‖². r_emb: ‖e - μ‖ / ‖e‖. '
+    'logit_mean, _std, _absmax: mean, standard deviation, largest size of the bf16 logits of a position. '
     'logit_mean_spread: how their mean varies. logit_max: the largest of all. cos_mu_h: cosine of μ, h. '
     'r_log, r_cos: the largest |e . h|, or |cosine| of e and h, with e - μ / with e. bf16, fp32: cross '
     'entropy in nats; cost: their difference; bf16_centered: with e - μ, under a cap another model.')
