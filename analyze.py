@@ -188,7 +188,6 @@ def diverged(test_loss, init_loss, curve):
         risen = medians.loss - medians.loss.cummin().clip(upper=init_loss) > report.MAX_RISE
         if risen.any():
             return 1, medians.step[risen.idxmax()]
-
     if test_loss >= init_loss - report.MIN_LEARNED:
         return 1, math.nan
     return (0 if n >= 3 else math.nan), math.nan
@@ -206,7 +205,7 @@ def collect(folders, out):
     Measures the finished runs in or right below `folders` and writes three csv files -> the data that they
     read, what is missing: two lists of lines. A run that cannot be read or measured stops no other.
     """
-    rows, curves, distributions, missing, read = [], [], [], [], set()
+    rows, curves, distributions, missing, read, settings = [], [], [], [], set(), {'n_params'}
     columns = dict.fromkeys(report.RESULTS)  # then come statistics that a fork adds
     names = ('config.json', '*/config.json')
     configs = {path for folder in folders for name in names for path in Path(folder).glob(name)}
@@ -216,6 +215,7 @@ def collect(folders, out):
             missing.append(f'not finished: {folder}')
             continue
         try:
+            settings |= read_json(config).keys()
             run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
             run = {name: math.nan if value is None else value for name, value in run.items()}
             run['device'] = run['device_name']  # the name of the GPU, not the flag
@@ -241,7 +241,7 @@ def collect(folders, out):
 
     check(rows, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
     rows = pd.DataFrame(rows)
-    report.check_comparable(rows)
+    report.check_comparable(rows, settings)
     test_loss = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
     rows = rows.assign(test_loss=test_loss).reindex(columns=[*columns])
     report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuses, before it is written

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
 from model import METHODS, SIZES
-from train import check
+from train import MAY_CHANGE, check
 
 # -------- the csv files
 RESULTS = [
@@ -29,10 +29,10 @@ RESULTS = [
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
 CURVES = ['run', 'step', 'loss', 'val_loss', 'test_loss', 'lr', 'mu_norm', 'logit_mean', 'logit_mean_spread',
           'logit_absmax']
+# Settings that name a run or change no loss. The runs of one size share all others, also a fork's flags.
+MAY_DIFFER = MAY_CHANGE | {'method', 'size', 'weight_tying', 'lam', 'cap', 'lr', 'seed', 'mu_shift',
+                           'logits_dtype', 'init_from', 'log_every', 'eval_every', 'eval_tokens'}
 TEXT_COLUMNS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device'}
-# What runs of one size must share: losses of other data, or after another length, are not to be compared.
-COMPARABLE = ['n_params', 'steps', 'batch_size', 'block_size', 'test_tokens', 'data_fingerprint',
-              'data_checksum', 'dtype', 'rope_fraction', 'warmup', 'min_lr', 'beta1', 'beta2', 'eps']
 
 # Our rule of what diverged, in nats: see `diverged` in analyze.py.
 MAX_RISE = 0.5     # of the training loss
@@ -69,9 +69,9 @@ def check_runs(ok, runs, message):
     check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
 
 
-def check_comparable(runs):
-    """Refuses runs of one size that differ in what losses depend on."""
-    for name in runs.columns.intersection(COMPARABLE):
+def check_comparable(runs, settings):
+    """Refuses runs of one size whose losses are not to be compared: they differ in one of these settings."""
+    for name in sorted(settings - MAY_DIFFER):
         expected = runs.groupby(['size', 'weight_tying'])[name].transform('first')
         check_runs(runs[name].isna() | (runs[name] == expected), runs,
                    f'another {name} than other runs of its size; they should be analysed apart')
@@ -114,7 +114,7 @@ def read_runs(path):
     check(len(runs), f'{path}: has no runs')
     runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
     check_runs(~runs.run.duplicated(), runs, 'a second row of this run')
-    check_comparable(runs)
+    check_comparable(runs, {'steps', 'n_params', 'dtype'})
     for name in ('lr', 'lam'):  # they are one if they are written alike: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
