@@ -32,7 +32,7 @@ from train import check, read_json, save
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
-VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']  # LRS is of each
+VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']  # each has an LRS
 PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 
 
@@ -157,8 +157,8 @@ def measure_run(folder):
 
 def training_curve(folder, steps, n=1000):
     """
-    Of the log of a run of so many steps the evaluations and at most n training lines, the last for sure:
-    columns CURVES. Until 96e0adf the losses on the way were logged as test losses too.
+    The evaluations in the log of a run of `steps` steps, and at most n of its training lines, always with the
+    last: columns CURVES. Until 96e0adf the log called all evaluations test losses.
     """
     lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     evaluations = [{'val_loss' if name == 'test_loss' and line['step'] < steps else name: value
@@ -202,8 +202,8 @@ def write_csv(path, rows, float_format=None):
 
 def collect(folders, out):
     """
-    Measures the finished runs in or right below `folders` and writes three csv files -> the data that they
-    read, what is missing: two lists of lines. A run that cannot be read or measured stops no other.
+    Measures the finished runs in or right below `folders` and writes three csv files -> two lists of lines:
+    the data of the runs, and what is missing. A run that cannot be read or measured does not stop the others.
     """
     rows, curves, distributions, missing, read, settings = [], [], [], [], set(), {'n_params'}
     columns = dict.fromkeys(report.RESULTS)  # then come statistics that a fork adds
@@ -215,13 +215,13 @@ def collect(folders, out):
             missing.append(f'not finished: {folder}')
             continue
         try:
-            settings |= read_json(config).keys()
             run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
             run = {name: math.nan if value is None else value for name, value in run.items()}
             run['device'] = run['device_name']  # the name of the GPU, not the flag
             curve = training_curve(folder, run['steps'])
             run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
             read.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
+            settings |= read_json(config).keys()
         except Exception as error:  # of many kinds, where a file is damaged
             missing.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
@@ -244,7 +244,7 @@ def collect(folders, out):
     report.check_comparable(rows, settings)
     test_loss = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
     rows = rows.assign(test_loss=test_loss).reindex(columns=[*columns])
-    report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuses, before it is written
+    report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuse what is not one table before writing it
     write_csv(out / 'results.csv', rows)
     write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
@@ -256,7 +256,7 @@ def learning_rate_sensitivity(runs):
     """
     LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
     min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), which is what the published tables have. A second
-    list names the seeds left out: their learning rates are not those of the seed with the most, or just one.
+    list names seeds left out, which have one learning rate, or others than the seed with the most.
     A method with a seed that learned nothing at any learning rate has no LRS: it would be 0, the best.
     """
     by = [*VARIANT, 'seed']
