@@ -297,7 +297,8 @@ def test_model_equation(method, tying):
 
 
 @pytest.mark.parametrize('tying', [False, True])
-@pytest.mark.parametrize('method', ['baseline', 'weight_decay', 'mu_centering', 'coupled_adam'])
+@pytest.mark.parametrize('method', [
+    'baseline', 'weight_decay', 'mu_centering', 'adamw_decay', 'coupled_adam'])
 def test_step_equation(method, tying):
     """theta <- theta - lr u with AdamW's u, and what the method does to E. To add one, add two lines."""
     gpt = tiny_gpt(method, weight_tying=tying)
@@ -315,6 +316,8 @@ def test_step_equation(method, tying):
             u = m / (1 - 0.9 ** t) / (v_hat.sqrt() + 1e-8)
             if method == 'weight_decay' and p is gpt.E:  # whatever the learning rate is, Eq. 2
                 expected[p] *= 1 - 0.3
+            if method == 'adamw_decay' and p is gpt.E:  # times the learning rate, 0.01
+                expected[p] *= 1 - 0.01 * 0.3
             expected[p] -= 0.01 * u
             if method == 'mu_centering' and p is gpt.E:  # e*_i = e_i - mu, Eq. 9
                 expected[p] -= expected[p].mean(dim=0)

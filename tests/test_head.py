@@ -10,6 +10,32 @@ from test_facts import close, generator, of_logits, tiny_gpt, token_batch
 from test_model import BF16_UNIT
 
 ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
+DEVICES = ['cpu'] + ['cuda'] * torch.cuda.is_available()
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('offset', [0, 331, 12_000, 1e5, -12_000])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_offset(dtype, offset, device):
+    """
+    An offset of all logits costs no digit: loss and gradient are float64's of the same logits. The gradients
+    of a position's logits sum to 0 (until bf16 rounds them), or each step would pull all e_i along h.
+    """
+    g = generator(0)
+    logits = (3 * torch.randn(50, 500, generator=g) + offset).to(getattr(torch, dtype)).float()
+    logits, targets = logits.to(device), torch.randint(500, (50,), generator=g).to(device)
+    for method in ('baseline', 'z_loss'):
+        results = []
+        for x, logits_dtype in ((logits, dtype), (logits.double(), 'float64')):
+            config = GPTConfig(head_mode=method, lam=1e-3, logits_dtype=logits_dtype)
+            results.append(of_logits(x, targets, config)[1:])
+        (stats, gradient), (exact, exact_gradient) = results
+        close(stats['loss'].double(), exact['loss'], rtol=1e-6, atol=1e-6)
+        close(stats['reg'].double(), exact['reg'], rtol=1e-6, atol=0)
+        unit = BF16_UNIT if dtype == 'bfloat16' else 2.0 ** -24
+        assert (gradient - exact_gradient).norm() <= 4 * unit * exact_gradient.norm()
+    *_, gradient = of_logits(logits, targets, GPTConfig())  # before the backward of the cast to bf16
+    assert gradient.sum(dim=1).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize('method, device', [*((method, 'cpu') for method in METHODS), *ON_GPU])
