@@ -20,7 +20,6 @@ import math
 import os
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -33,6 +32,7 @@ POSITIONS = 131_072  # how many test positions of a run are measured, or all if 
 STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']  # each has an LRS
+MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
 PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 
 
@@ -48,7 +48,7 @@ def centering_ratios(h, E):
     largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dim=1)  # max |x_i|, without a copy
     mu = E.mean(dim=0)
     logits, mu_h = h @ E.T, h @ mu
-    star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h
+    star = h @ (E - mu).T  # l*_i = (e_i - mu) . h: next to a large mean, l_i - mu . h would lose its digits
     cos = logits / E.norm(dim=1).clamp_min(TINY)  # |h| cos(e_i, h); |h| cancels in the ratio
     cos_star = star / (E - mu).norm(dim=1).clamp_min(TINY)
     return {'r_log': largest(star) / largest(logits).clamp_min(TINY),
@@ -169,30 +169,6 @@ def training_curve(folder, steps, n=1000):
     return curve.reindex(columns=report.CURVES).sort_values('step', kind='stable')
 
 
-def diverged(test_loss, init_loss, curve):
-    """
-    Whether a run diverged -> (1, 0, or NaN for unknown; the step where it shows, or NaN), by our rule, as the
-    paper gives none: a loss or weight was not finite, so that it has no test loss; or the median training
-    loss of a window of its `curve` after warm-up is more than MAX_RISE above that of an earlier window or
-    above the loss at initialisation; or it ends less than MIN_LEARNED below that. A window, 1/20 of the log,
-    has at least 20 lines, against noise; fewer than three windows cannot say no.
-    """
-    if math.isnan(test_loss):
-        return 1, curve.step.max()
-    end_of_warmup = curve.step[curve.lr == curve.lr.max()].min()
-    warmed_up = curve[(curve.step > end_of_warmup) & curve.lr.notna()]  # evaluations have no lr
-    n = min(20, len(warmed_up) // 20)  # windows
-    if n > 0:
-        window = np.arange(len(warmed_up)) * n // len(warmed_up)
-        medians = warmed_up.groupby(window).agg(step=('step', 'first'), loss=('loss', 'median'))
-        risen = medians.loss - medians.loss.cummin().clip(upper=init_loss) > report.MAX_RISE
-        if risen.any():
-            return 1, medians.step[risen.idxmax()]
-    if test_loss >= init_loss - report.MIN_LEARNED:
-        return 1, math.nan
-    return (0 if n >= 3 else math.nan), math.nan
-
-
 # -------- a sweep
 def write_csv(path, rows, float_format=None):
     """Writes a csv file atomically, with whole numbers without a point."""
@@ -217,9 +193,9 @@ def collect(folders, out):
         try:
             run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
             run = {name: math.nan if value is None else value for name, value in run.items()}
+            assert {*report.REQUIRED, 'init_loss'} <= run.keys(), 'its files are not whole'
             run['device'] = run['device_name']  # the name of the GPU, not the flag
             curve = training_curve(folder, run['steps'])
-            run['diverged'], run['diverged_step'] = diverged(run['test_loss'], run['init_loss'], curve)
             read.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
             settings |= read_json(config).keys()
         except Exception as error:  # of many kinds, where a file is damaged
@@ -262,12 +238,12 @@ def learning_rate_sensitivity(runs):
     by = [*VARIANT, 'seed']
     runs = runs[runs.in_paper_setting]
     lowest = runs.groupby(by, dropna=False).capped_loss.transform('min')
-    runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - report.MIN_LEARNED)
+    runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - MIN_LEARNED)
     rows = runs.groupby(by, sort=False, dropna=False).agg(
         lrs=('rise', 'mean'), total=('rise', 'sum'), n_lrs=('rise', 'count'),
         rates=('lr', lambda rates: ' '.join(f'{lr:g}' for lr in rates)),
-        n_params=('n_params', 'max'), dead=('dead', 'all'),
-        diverged=('diverged', report.any_diverged)).reset_index()
+        n_params=('n_params', 'max'), dead=('dead', 'all'), behind=('behind', 'max'),
+        behind_lam=('behind_lam', 'max')).reset_index()
     rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1).where(rows.n_lrs > 1)
     by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
     compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())
@@ -282,7 +258,7 @@ def mean_over_seeds(lrs_of_seeds):
     """The rows of lrs.csv; `published` is the paper's number, for its own learning rates."""
     rows = lrs_of_seeds.groupby(VARIANT, sort=False, dropna=False).agg(
         lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'), n_lrs=('n_lrs', 'max'), rates=('rates', 'first'),
-        diverged=('diverged', report.any_diverged), seeds=('seed', 'nunique'),
+        behind=('behind', 'max'), behind_lam=('behind_lam', 'max'), seeds=('seed', 'nunique'),
         lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
     names = zip(rows.weight_tying.map(report.TYING), rows['size'], rows.variant, strict=True)
     rows['published'] = pd.Series(map(report.PUBLISHED.lrs.get, names), dtype=float)

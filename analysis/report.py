@@ -22,9 +22,9 @@ from train import MAY_CHANGE, check
 # -------- the csv files
 RESULTS = [
     'run', 'method', 'size', 'n_params', 'weight_tying', 'lam', 'cap', 'lr', 'seed', 'steps', 'dtype',
-    'logits_dtype', 'mu_shift', 'init_from', 'init_loss', 'test_loss', 'diverged', 'diverged_step',
-    'model_step', 'mu_norm', 'mean_share', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax',
-    'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log', 'r_emb_below_1', 'r_cos_below_1',
+    'logits_dtype', 'mu_shift', 'init_from', 'init_loss', 'test_loss', 'model_step', 'mu_norm',
+    'mean_share', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max',
+    'cos_mu_h', 'r_emb', 'r_cos', 'r_log', 'r_emb_below_1', 'r_cos_below_1',
     'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device']
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
 CURVES = ['run', 'step', 'loss', 'val_loss', 'test_loss', 'lr', 'mu_norm', 'logit_mean', 'logit_mean_spread',
@@ -34,19 +34,15 @@ MAY_DIFFER = MAY_CHANGE | {'method', 'size', 'weight_tying', 'lam', 'cap', 'lr',
                            'logits_dtype', 'init_from', 'log_every', 'eval_every', 'eval_tokens'}
 TEXT_COLUMNS = {'run', 'method', 'size', 'dtype', 'logits_dtype', 'init_from', 'device'}
 
-# Our rule of what diverged, in nats: see `diverged` in analyze.py.
-MAX_RISE = 0.5     # of the training loss
-MIN_LEARNED = 0.1  # from the loss at initialisation to the test loss
-
 TYING = {0: 'untied', 1: 'tied'}
 NAMES = {  # a method that is not here is called what METHODS calls it
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
-    'mu_centering': 'μ-centering', 'max_z_loss': 'max-z loss', 'norm_softmax': 'NormSoftmax',
-    'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.'}
+    'mu_centering': 'μ-centering', 'adamw_decay': "AdamW's decay", 'max_z_loss': 'max-z loss',
+    'norm_softmax': 'NormSoftmax', 'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.'}
 COLORS = {  # the first six are the paper's; other methods and λ get the next of matplotlib's
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
-    'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'max_z_loss': '#17BECF', 'norm_softmax': '#8C564B',
-    'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
+    'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#393B79', 'max_z_loss': '#17BECF',
+    'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
 
 
 def read_csv(path, columns, required=('run',)):
@@ -60,7 +56,7 @@ def read_csv(path, columns, required=('run',)):
     rows = rows.reindex(columns=columns, fill_value='').replace({'True': '1', 'False': '0'})
     numbers = [name for name in columns if name not in TEXT_COLUMNS]
     optional = [name for name in numbers if name not in required]
-    rows[optional] = rows[optional].replace('', 'nan')  # a test_loss must say so: nan if it diverged
+    rows[optional] = rows[optional].replace('', 'nan')  # a test_loss must say so: nan if not finite
     return rows.astype(dict.fromkeys(numbers, float)).replace([math.inf, -math.inf], math.nan)
 
 
@@ -126,8 +122,9 @@ def read_runs(path):
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21, L0 if L is nan
     check_runs(runs.capped_loss.notna() | (runs.init_from != ''), runs,
                'a test_loss of nan needs an init_loss, which LRS counts for it')
-    dead = runs.test_loss.isna() | (runs.test_loss >= runs.init_loss - MIN_LEARNED)
-    runs['diverged'] = runs.diverged.mask(runs.diverged.isna() & dead, 1)  # what can be said without a log
+    in_paper_setting = runs[runs.in_paper_setting]
+    runs['behind'] = behind(at_default_lam(in_paper_setting))  # NaN where it is not compared
+    runs['behind_lam'] = behind(of_several_lam(in_paper_setting))
     return sort_runs(runs)
 
 
@@ -143,24 +140,37 @@ def read_curves(path, runs):
 def at_default_lam(rows):
     """Where a method has its default λ, without its rows of other λ, which have a table of their own."""
     is_default = rows.variant == rows.plain_name
-    has_default = is_default.groupby([rows.method, rows['size']]).transform('any')
-    return rows[is_default | ~has_default]
+    place = [rows.method, rows['size'], rows.weight_tying]
+    return rows[is_default | ~is_default.groupby(place).transform('any')]
 
 
-def any_diverged(diverged):
-    """Of several runs: 1 if one diverged, 0 if none did, NaN if that is unknown."""
-    return 1 if (diverged == 1).any() else diverged.max(skipna=False)
+def of_several_lam(rows):
+    """The rows of methods with several λ."""
+    return rows[rows.groupby(['weight_tying', 'plain_name']).lam.transform('nunique') > 1]
+
+
+def behind(runs):
+    """
+    1 for runs whose method's test loss, a mean over seeds in nats per token, is not finite or more
+    than 1% above the lowest of all methods in `runs` at that size, tying and learning rate; else 0.
+    So the authors mark what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb at
+    a1b753c of github.com/flxst/output-embedding-centering.
+    """
+    place = ['size', 'weight_tying', 'lr']
+    loss = runs.groupby([*place, 'variant']).test_loss.transform(lambda x: x.mean(skipna=False))
+    lowest = loss.groupby([runs[name] for name in place]).transform('min')
+    return 1.0 - ((loss - lowest) / lowest <= 0.01)  # of NaN: 1
 
 
 # -------- tables
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
 FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
-    'test_loss': '{:.4f}', 'diverged': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
+    'test_loss': '{:.4f}', 'behind': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
     'mean_share': '{:.3f}', 'logit_mean': '{:.4g}', 'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}',
     'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
-# the LRS of the paper's tables, and whether all runs converged, by (tying, size, variant)
+# the LRS of the paper's tables, and what they underline, by (tying, size, variant)
 PUBLISHED = pd.read_csv(Path(__file__).with_name('paper_lrs.csv'), index_col=['tying', 'size', 'variant'])
 
 
@@ -178,15 +188,16 @@ def lrs_table(lrs, columns, title):
     cells, lowest, highest = (
         lrs[column].map('{:.3f}'.format) for column in ('lrs_n1', 'lrs_n1_lowest', 'lrs_n1_highest'))
     cells = cells.where(complete, cells + ' (' + lrs.n_lrs.astype(str) + ' lr)')
-    cells = cells.mask(lrs.diverged == 0, '<u>' + cells + '</u>')
+    cells = cells.mask(lrs.behind == 0, '<u>' + cells + '</u>')
     cells = cells.mask(best, '<b>' + cells + '</b>')
     cells = cells.mask(lrs.seeds > 1, cells + ' [' + lowest + ', ' + highest + ']')
     cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
     cells = cells.where(lrs.lrs_n1.notna(), '-').set_axis(pd.MultiIndex.from_frame(lrs[['size', columns]]))
     return dict(title=title, rows=grid(cells).rename(columns={'size': 'N'}), caption=(
         'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
-        'means over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: known '
-        "that no run diverged. Small: the paper's, of one seed. (n lr): over other learning rates than most. "
+        'means over seeds [lowest, highest]. Bold: the lowest of its size, which is best. Underlined: '
+        'at every learning rate within 1% of the best method, of several λ: of the best method and λ. '
+        "Small: the paper's, of one seed. (n lr): over other learning rates than most. "
         '-: no runs, or nothing was learned at any learning rate.'))
 
 
@@ -217,9 +228,9 @@ def run_table(runs):
     known = runs[[*FORMATS]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(FORMATS[column.name].format)).replace(['nan', 'nan%'], '')
     return dict(title='All runs', rows=cells, caption=(
-        "Also those outside the paper's setting, which LRS leaves out. diverged: a loss or weight was "
-        f'not finite, the training loss rose by {MAX_RISE:g} nats, or the test loss ends less than '
-        f'{MIN_LEARNED:g} below its start; empty: unknown. model_step: of the model that was measured. '
+        "Also those outside the paper's setting, which LRS leaves out. behind: 1 if its method's test "
+        'loss, a mean over seeds, is not finite or more than 1% above the lowest of the methods at its '
+        'size, tying and learning rate; empty: not compared. model_step: of the model measured. '
         'mean_share: V‖μ‖² / ‖E‖², 1 if all embeddings are equal. r_log_below_1_too: of the '
         'positions with r_cos < 1, the share with r_log < 1.'))
 
@@ -230,16 +241,15 @@ def make_tables(runs, lrs):
     for tying, part in lrs.groupby('weight_tying'):
         title = f'Learning rate sensitivity (LRS), {TYING[tying]}'
         tables.append(lrs_table(at_default_lam(part), 'variant', title))
-        for name, rows in part.groupby('plain_name', sort=False):
-            if rows.lam.nunique() > 1:
-                rows = rows.sort_values('lam', kind='stable').assign(lam=rows.lam.map('{:g}'.format))
-                tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
+        for name, rows in of_several_lam(part).groupby('plain_name', sort=False):
+            rows = rows.sort_values('lam', kind='stable').assign(
+                lam=rows.lam.map('{:g}'.format), behind=rows.behind_lam)
+            tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
     return [table for table in (*tables, run_table(runs)) if table]
 
 
 # -------- figures
 # A function for each: its name is the file's, its docstring the title and the caption. None without data.
-UNKNOWN = '0.6'  # the grey of a marker if it is unknown whether the run diverged
 STYLES = {  # marker and line of a size; of others like those of tiny
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
@@ -263,7 +273,7 @@ def draw_lines(ax, rows, y):
         mean = seeds[y].mean()
         color = part.color.iloc[0]
         marker, dash = STYLES.get(size, ('o', '-'))
-        faces = seeds.diverged.agg(any_diverged).map({0: 'white', 1: color}).fillna(UNKNOWN)
+        faces = seeds.behind.max().map({1: color}).fillna('white')
         ax.plot(mean.index, mean, linestyle=dash, color=color, linewidth=1.2)
         ax.vlines(mean.index, seeds[y].min(), seeds[y].max(), color=color, linewidth=0.8)
         ax.scatter(mean.index, mean, 25, marker=marker, edgecolors=color, linewidths=1, zorder=3,
@@ -289,7 +299,7 @@ def legend(figure, rows):
     for size in rows['size'].unique():
         marker, dash = STYLES.get(size, ('o', '-'))
         handles.append(Line2D([], [], color='black', marker=marker, mfc='white', ls=dash, label=size))
-    for label, face in (('diverged', 'black'), ('converged', 'white'), ('divergence unknown', UNKNOWN)):
+    for label, face in (('over 1% above the best method', 'black'), ('within 1% of it', 'white')):
         handles.append(Line2D([], [], color='black', marker='o', mfc=face, ls='', label=label))
     figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4,
                   title='points: means over seeds; bars: from the lowest to the highest')
@@ -313,7 +323,8 @@ def four_panels(rows, columns):
 def loss(rows):
     """
     Test loss against learning rate. A loss above the one at initialisation is drawn as that one. Small
-    panels: the two largest learning rates. (Figures 2 and 9 of the paper)
+    panels: the two largest learning rates. Filled: what the paper calls diverged, which says no more than
+    that another method was better at that learning rate. (Figures 2 and 9 of the paper)
     """
     largest = sorted(rows.lr.unique())[-2:]
     if len(largest) < 2:

@@ -58,8 +58,9 @@ def sensitivity(runs, lrs):
     colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.dropna().unique()))}
 
     def of_several(rows):
-        rows = rows[rows.groupby('plain_name').lam.transform('nunique') > 1]
-        return rows.assign(variant=rows.lam.map('λ={:g}'.format), color=rows.lam.map(colors))
+        rows = report.of_several_lam(rows)
+        return rows.assign(variant=rows.lam.map('λ={:g}'.format), color=rows.lam.map(colors),
+                           behind=rows.behind_lam)
 
     runs, lrs = of_several(runs), of_several(lrs)
     names = lrs.plain_name.unique()
