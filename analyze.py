@@ -208,7 +208,7 @@ def own_statistics(runs):
 def as_text(value):
     """A setting as names have it: alike for 0.2, '0.20' and a cell of a csv file, '' if there is none."""
     try:
-        return f'{float(value):.12g}'.replace('nan', '')
+        return f'{float({"True": 1, "False": 0}.get(value, value)):.12g}'.replace('nan', '')
     except (TypeError, ValueError):
         return str(value or '')
 

@@ -65,7 +65,7 @@ def lrs_table(lrs, columns, title):
     cells = cells.mask(lrs.seeds > 1, cells + ' [' + lowest + ', ' + highest + ']')
     cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
     cells = cells.where(lrs.lrs_n1.notna(), '-').set_axis(pd.MultiIndex.from_frame(lrs[['size', columns]]))
-    return dict(title=title, message=f'{title}, is lowest, which is best, with: {won}.',
+    return dict(title=title, message=f'{title}: lowest, which is best, {won}.',
                 rows=grid(cells).rename(columns={'size': 'N'}), caption=(
         'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
         'means over seeds [lowest, highest]. Bold: the lowest of its size, unless the ranges of others reach '
@@ -388,22 +388,21 @@ def write_markdown(path, tables):
 
 def write_page(path, items, lines):
     """
-    Writes report.html, which needs no other file, of tables and figures. It opens with the `message` of the
-    first, if that has one, and that table; then follow `lines`: what was run, what is missing.
+    Writes report.html, which needs no other file, of tables and figures. `lines` say what was run and what is
+    missing: they come first, but after the first table if that has a message.
     """
     paragraphs = ''.join(f'<p>{html.escape(line)}</p>\n' for line in lines)
     page = f'{STYLE}<h1>{path.resolve().parent.name}</h1>\n'
-    if 'message' in items[0]:
-        page += f'<p><b>{html.escape(items[0]["message"])}</b></p>\n'
-    else:
-        page += paragraphs
+    page += '' if 'message' in items[0] else paragraphs
     for item in items:
-        page += f'<h2>{item["title"]}</h2>\n<p>{item["caption"]}</p>\n'
+        heading = f'<h2>{item["title"]}</h2>\n'
+        message = f'<p><b>{html.escape(item["message"])}</b></p>\n' if 'message' in item else ''
+        page += message + heading if item is items[0] else heading + message
         if 'rows' in item:
             page += f'<div>{item["rows"].to_html(index=False, escape=False, border=0)}</div>\n'
         else:
             image = base64.b64encode(item['file'].read_bytes()).decode()
             page += f'<img src="data:image/png;base64,{image}">\n'
-        if item is items[0] and 'message' in item:
-            page += paragraphs
+        page += f'<p>{item["caption"]}</p>\n'
+        page += paragraphs if item is items[0] and message else ''
     path.write_text(page, encoding='utf-8')
