@@ -394,7 +394,8 @@ def write_page(path, items, lines):
         message = f'<p><b>{html.escape(item["message"])}</b></p>\n' if 'message' in item else ''
         page += message + heading if item is items[0] else heading + message
         if 'rows' in item:
-            page += f'<div>{item["rows"].to_html(index=False, escape=False, border=0)}</div>\n'
+            rows = item['rows'].rename(columns=lambda name: name.replace('_', '_<wbr>'))  # may break there
+            page += f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>\n'
         else:
             image = base64.b64encode(item['file'].read_bytes()).decode()
             page += f'<img src="data:image/png;base64,{image}">\n'
