@@ -139,3 +139,20 @@ def test_gradients_against_float64(dtype, tolerance, size):
     for p, q in zip(model.parameters(), exact.parameters(), strict=True):
         error = (p.grad.double().cpu() - q.grad).norm() / q.grad.norm()
         assert error <= tolerance, error
+
+
+def test_zero_is_a_setting():
+    """And no default."""
+    config = tiny_gpt('mu_loss', lam=0.0, rope_fraction=0.0).config
+    assert (config.lam, config.rope_fraction) == (0, 0)
+
+
+def test_fp32_logits_of_a_bf16_trunk():
+    """With a mean logit of some hundreds: in training, as in `logits`, they are not rounded."""
+    gpt = tiny_gpt(dtype='bfloat16', logits_dtype='float32')
+    tokens, targets = token_batch(0)
+    with torch.no_grad():
+        gpt.E.add_(100 * gpt.hidden(tokens).mean(dim=(0, 1)))
+    h = gpt.hidden(tokens).double().flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(h @ gpt.E.double().T, targets.flatten())
+    assert gpt(tokens, targets)[1]['loss'].mean().item() == pytest.approx(loss.item(), abs=1e-4)

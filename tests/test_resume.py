@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train
 from conftest import finish, folder_hash, process, refused
-from small_runs import SMALL, assert_same, load, result_of, shard, state_of
+from small_runs import SMALL, assert_same, load, result_of, resume_from, shard, state_of
+
+OPTIMIZED = {'__name__': 'optimized', '__file__': train.__file__}  # train.py under PYTHONOPTIMIZE=1
+exec(compile(Path(train.__file__).read_text(), train.__file__, 'exec', optimize=1), OPTIMIZED)
 
 
 def flags_of(corpus, out, *more):
@@ -67,6 +71,31 @@ def test_killed_at_any_moment(corpus, whole, tmp_path):
     assert steps[:-1] == sorted(steps[:-1])  # no checkpoint goes before the model is there
 
 
+@pytest.mark.parametrize('lost', ['ckpt.pt', 'result.json'])
+def test_lost_files(corpus, whole, begun, lost):
+    """A run that has lost what it would go on from, or that it is done, does not start over."""
+    out = begun if lost == 'ckpt.pt' else whole[0]
+    (out / lost).rename(out.parent / lost)
+    before = folder_hash(out)
+    refused(lambda: train.main(flags_of(corpus, out)), out, lost)
+    assert folder_hash(out) == before
+    (out.parent / lost).rename(out / lost)
+
+
+def test_dropout(corpus, trained, monkeypatch):
+    """What a fork draws in a step is of the step, whoever draws it: a resumed run draws the same."""
+    class Dropped(train.GPT):
+        def hidden(self, tokens):
+            return F.dropout(super().hidden(tokens), 0.2, self.training)
+    monkeypatch.setattr(train, 'GPT', Dropped)
+    flags = ('--steps=4', '--keep_every=2')
+    run = trained('run', *flags)
+    whole = state_of(run)
+    resume_from(run, 'model_2.pt')
+    torch.manual_seed(7)
+    assert_same(state_of(trained('run', *flags)), whole)
+
+
 def test_a_folder_in_use(corpus, begun, monkeypatch):
     """It is locked before it is read: what is saved in between would else be lost."""
     def read_checkpoint(path, read=train.read_checkpoint):
@@ -101,8 +130,9 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
         if isinstance(content, bytes):
             (begun / 'ckpt.pt').write_bytes(content)
         before = folder_hash(begun)
-        with pytest.raises(ValueError, match='ckpt.pt'):
-            train.read_checkpoint(f'{begun}/ckpt.pt')
+        for read in (train.read_checkpoint, OPTIMIZED['read_checkpoint']):
+            with pytest.raises(ValueError, match='ckpt.pt'):
+                read(f'{begun}/ckpt.pt')
         refused(lambda: train.main(flags_of(corpus, begun)), 'ckpt.pt')
         source = f'--init_from={begun}/ckpt.pt'
         refused(lambda: train.main(flags_of(corpus, f'{begun}2', source)), 'ckpt.pt')  # noqa: B023

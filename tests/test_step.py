@@ -14,6 +14,8 @@ from conftest import refused
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
 from test_facts import close, equations, tiny_gpt, token_batch
 
+STEP = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmup=0, steps=9, seed=1)
+
 
 @pytest.fixture
 def settled(tmp_path, monkeypatch):
@@ -46,10 +48,28 @@ def test_defaults_are_appendix_a(settled):
 def test_every_gradient_is_cleared():
     """Also those of parameters that another optimizer has."""
     gpt = tiny_gpt()
-    optimizer = torch.optim.AdamW([gpt.E], fused=True)
-    args = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmup=0, steps=9, seed=1)
-    train.train_step(gpt, optimizer, [token_batch(0)], 1, args)
+    train.train_step(gpt, torch.optim.AdamW([gpt.E], fused=True), [token_batch(0)], 1, STEP)
     assert all(p.grad is None for p in gpt.parameters())
+
+
+def test_groups():
+    """The learning rate of a group is the schedule's, times its lr_scale if a fork gives it one."""
+    gpt = tiny_gpt()
+    optimizer = torch.optim.AdamW([{'params': [gpt.E], 'lr_scale': 0.5}, {'params': [gpt.wte.weight]}])
+    train.train_step(gpt, optimizer, [token_batch(0)], 1, STEP)
+    assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.1]
+
+
+def test_what_a_step_draws(monkeypatch):
+    """It depends on the seed, the step and the rank, and on nothing before."""
+    gpt, drawn = tiny_gpt(), []
+    gpt.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
+    optimizer = torch.optim.AdamW(gpt.parameters())
+    for rank, step, seed in ((0, 1, 1), (0, 1, 1), (0, 2, 1), (1, 1, 1), (0, 1, 2), (0, 1, 20260101)):
+        monkeypatch.setattr(train, 'RANK', rank)
+        args = SimpleNamespace(**{**vars(STEP), 'seed': seed})
+        train.train_step(gpt, optimizer, [token_batch(0)], step, args)
+    assert drawn[0] == drawn[1] and len({*drawn}) == 5
 
 
 @pytest.mark.parametrize('flags, unit, dtype, micro_batch', [
