@@ -4,36 +4,36 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
 
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
-    python analyze.py --hf MODEL                        # the same quantities of a model that others trained
+
+It writes results.csv, a row for each run: settings, test loss, statistics of its model; curves.csv, of the
+logs; distributions.csv, quartiles over positions or the vocabulary; lrs.csv; what analysis/report.py draws.
 
 Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
 (N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
-analysis/report.py makes tables and figures of the csv files that are written here.
 """
 import argparse
+import difflib
 import functools
 import glob
 import hashlib
-import io
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
 import train
 from analysis import report
-from model import GPT, gpt_config, head_loss, summarize
+from model import GPT, METHODS, SIZES, gpt_config, head_loss, summarize
 from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
-STATISTICS = 'statistics_v5.json'  # kept in a run's folder; a new name if what is measured changes
+STATISTICS = 'statistics_v6.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
-VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'color']  # each has an LRS
-MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
-PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 
 
 # -------- the quantities of Section 3
@@ -115,15 +115,14 @@ def measure_model(gpt, windows):
     return {'numbers': numbers, 'distributions': distributions}
 
 
-# -------- a finished run
+# -------- a run's folder
 @functools.cache  # the runs of a sweep have the same data
-def val_windows(folder, block_size, vocab_size, data_fingerprint, data_checksum):
+def val_windows(folder, block_size, vocab_size, data_fingerprint):
     """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
     found = all(glob.glob(f'{glob.escape(folder)}/{train.SHARD.format(split)}') for split in ('train', 'val'))
     if found:
         trained_on, val = (train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-        ends, tokens = train.fingerprints(trained_on.shards, val.shards)
-        found = ends == data_fingerprint and data_checksum in (None, tokens)  # None: a run of 96e0adf
+        found = train.fingerprints(trained_on.shards, val.shards)[0] == data_fingerprint
     if not found:
         raise ValueError(f'{folder} does not hold the shards of the training')
     return val
@@ -132,102 +131,313 @@ def val_windows(folder, block_size, vocab_size, data_fingerprint, data_checksum)
 def measure_run(folder):
     """measure_model of a finished run, kept in its folder for as long as model.pt stays what it is."""
     path = folder / 'model.pt'
+    settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    kept = read_json(folder / STATISTICS) or ({} if model_hash else read_json(folder / 'statistics_v4.json'))
-    if kept and model_hash in (kept['model'], None):  # None: model.pt was too large to be kept, perhaps
+    if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: not kept
         return kept
 
-    saved, settings = train.read_checkpoint(str(path)), read_json(folder / 'config.json')
+    saved = train.read_checkpoint(str(path))
     config = saved['config']
-    differ = [name for name in config.keys() - train.MAY_CHANGE if config[name] != settings.get(name)]
+    must_match = (config.keys() - train.MAY_CHANGE) | {'run_id'}
+    differ = [name for name in must_match if config[name] != settings.get(name)]
     if differ:
         raise ValueError(f'model.pt and config.json differ in {", ".join(sorted(differ))}')
     windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
-                          config['data_fingerprint'], config.get('data_checksum'))
+                          config['data_fingerprint'])
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
     del saved  # or it would stay in memory
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     tokens = torch.from_numpy(windows[windows.evenly_spaced(min(POSITIONS, config['test_tokens']))])
-    measured = {'model': model_hash, **measure_model(gpt, tokens)}
+    measured = {'model': model_hash, 'run_id': settings['run_id'], **measure_model(gpt, tokens)}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
         save(measured, f'{folder}/{STATISTICS}')
     return measured
 
 
-def training_curve(folder, steps, n=1000):
-    """
-    The evaluations in the log of a run of `steps` steps, and at most n of its training lines, always with the
-    last: columns CURVES. Until 96e0adf the log called all evaluations test losses.
-    """
-    lines = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    evaluations = [{'val_loss' if name == 'test_loss' and line['step'] < steps else name: value
-                    for name, value in line.items()} for line in lines if 'loss' not in line]
-    trained = [line for line in lines if 'loss' in line]
+def training_curve(log, n=1000):
+    """All evaluations in a log, a list of dicts, and at most n of its training lines, with the last."""
+    evaluations, trained = ([line for line in log if ('loss' in line) is is_training]
+                            for is_training in (False, True))
     every = max(1, math.ceil(len(trained) / n))
-    curve = pd.DataFrame(evaluations + trained[(len(trained) - 1) % every::every])
-    return curve.reindex(columns=report.CURVES).sort_values('step', kind='stable')
+    return pd.DataFrame(evaluations + trained[::-every]).sort_values('step', kind='stable')
 
 
-# -------- a sweep
+def read_run(folder):
+    """A run's settings and results, and its curve. Raises an error of some kind if a file is damaged."""
+    settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
+    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    if 'val_loss' not in log[0]:
+        raise ValueError('a run of an older version of train.py')
+    run = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
+    if (folder / 'result.json').exists() and not {*REQUIRED, 'init_loss', 'model_step'} <= run.keys():
+        raise ValueError('result.json is not whole')
+    run = {name: math.nan if value is None else value for name, value in run.items()}
+    return run, training_curve(log).assign(run=run['run'])
+
+
+# -------- what a run is: the columns of results.csv
+RESULTS = [
+    'run', 'method', 'size', 'n_params', 'weight_tying', 'lam', 'cap', 'lr', 'seed', 'steps', 'batch_size',
+    'block_size', 'vocab_size', 'test_tokens', 'data_fingerprint', 'dtype', 'logits_dtype', 'mu_shift',
+    'init_from', 'init_loss', 'test_loss', 'model_step', 'mu_norm', 'mean_share', 'logit_mean',
+    'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log',
+    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device']
+REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
+TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device']
+FLAGS = vars(train.parser.parse_args([]))  # of train.py, with a fork's, and their defaults
+FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
+
+# Runs of one size and tying share these, or their losses could not be compared. Any other flag in which they
+# differ is part of a run's name, but for those that are there anyway and those that change no loss.
+COMPARABLE = ['data_fingerprint', 'steps', 'batch_size', 'block_size', 'vocab_size', 'test_tokens']
+IN_NAMES = [flag for flag in FLAGS if flag not in {
+    *COMPARABLE, *train.MAY_CHANGE, 'method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'cap', 'mu_shift',
+    'init_from', 'log_every', 'eval_every', 'eval_tokens'}]
+# What name_variants and complete add. A variant is what has an LRS.
+VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'at_default_lam',
+           'of_several_lam']
+ADDED = [*VARIANT, 'setting', 'but_for_rounding', 'capped_loss', 'behind', 'behind_lam']
+
+
+def own_statistics(runs):
+    """The columns of statistics that a fork has added."""
+    return [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED}]
+
+
+def as_text(value):
+    """A setting as names have it: alike for 0.2, '0.20' and a cell of a csv file, '' if there is none."""
+    try:
+        return f'{float({"True": 1, "False": 0}.get(value, value)):.12g}'.replace('nan', '')
+    except (TypeError, ValueError):
+        return str(value or '')
+
+
+def flags_in_names(runs):
+    """The values, by default those of train.py, of each flag in which runs of a size and tying differ."""
+    values = {flag: runs[flag].map(as_text).replace('', as_text(FLAGS[flag]))
+              for flag in IN_NAMES if flag in runs}
+    place = [runs['size'], runs.weight_tying]
+    return {flag: value for flag, value in values.items() if value.groupby(place).nunique().max() > 1}
+
+
+def name_variants(runs):
+    """
+    Adds each run's name, `variant`: its method, its λ if that is not the default, and its `setting`, which is
+    '' in the paper's own. `plain_name` is without λ; runs that share `but_for_rounding` differ by rounding
+    at most (Fact 2).
+    """
+    setting = runs.cap.map(', cap {:g}'.format).where(
+        (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30)), '')
+    setting += (', from ' + runs.init_from).where(runs.init_from != '', '')
+    rounding = runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
+    for flag, value in flags_in_names(runs).items():
+        if flag == 'logits_dtype':
+            rounding += value.map({'float32': ', fp32 logits'}).fillna('')
+        else:
+            setting += (f', {flag} ' + value).where(value != as_text(FLAGS[flag]), '')
+    name = runs.method.map(report.NAMES).fillna(runs.method)
+    lam = runs.lam.map(' λ={:g}'.format).where((runs.lam >= 0) & (runs.lam != runs.method.map(METHODS)), '')
+    return runs.assign(variant=name + lam + setting + rounding, plain_name=name + setting + rounding,
+                       but_for_rounding=name + lam + setting, setting=setting + rounding)
+
+
+def behind(runs):
+    """
+    1 for runs whose method's test loss, a mean over seeds in nats per token, is not finite or more than 1%
+    above the lowest of all methods in `runs` at that size, tying, setting and learning rate; else 0, or NaN
+    if there is no other method. So the authors mark what "diverged": `_div` in
+    results/Analyze_All_Models_Performance.ipynb at a1b753c of github.com/flxst/output-embedding-centering.
+    Methods are compared in the paper's own setting, and in any other one, such as a cap, among themselves.
+    """
+    place = [runs[name] for name in ('size', 'weight_tying', 'setting', 'lr')]
+    loss = runs.groupby([*place, 'variant']).test_loss.transform(lambda x: x.mean(skipna=False))
+    lowest = loss.groupby(place).transform('min')
+    alone = runs.variant.groupby(place).transform('nunique') == 1
+    return (1.0 - ((loss - lowest) / lowest <= 0.01)).mask(alone & loss.notna())  # 1 - False: of NaN too
+
+
+def check_runs(ok, runs, message):
+    """Unless all runs are `ok`, ends the program with the name of the first that is not, and why."""
+    check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
+
+
+def check_comparable(runs):
+    """Refuses runs of one size and tying whose losses cannot be compared. An empty cell is unknown."""
+    for name in COMPARABLE:
+        value = runs[name].where(runs[name] != '')
+        expected = value.groupby([runs['size'], runs.weight_tying]).transform('first')
+        check_runs(value.isna() | (value == expected), runs,
+                   f'its {name} differs from that of other runs of its size; analyse them apart')
+
+
+def complete(runs):
+    """
+    Rows of settings and results -> the runs, in the paper's order: with all of RESULTS, names, and what they
+    are compared by. Refuses runs that do not belong in one table, before anything is measured.
+    """
+    runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
+    runs = runs.astype(dict.fromkeys(TEXTS, object)).fillna(
+        {**dict.fromkeys(TEXTS, ''), 'seed': 0, 'mu_shift': 0})
+    runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
+    check_runs(~runs.run.duplicated(), runs, 'a second row of this run')
+    check_runs((runs.lr > 0) & np.isfinite(runs.lr), runs, 'its lr is not a positive number')
+    check_runs(runs.weight_tying.isin([0, 1]), runs, 'its weight_tying is neither 0 nor 1')
+    runs['weight_tying'] = runs.weight_tying.astype(int)
+    check_comparable(runs)
+    for name in ('lr', 'lam'):  # rates that print the same are the same: 0.3 and 0.30000000000000004
+        runs[name] = runs[name].map('{:g}'.format).astype(float)
+    runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
+    runs = name_variants(runs)
+    of_variant = runs.groupby(['variant', 'size', 'weight_tying'])
+    n_params = of_variant.n_params.transform('first')
+    check_runs(runs.n_params.isna() | (runs.n_params == n_params), runs,
+               'its n_params differs from that of other runs of its size; analyse them apart')
+    check_runs(~runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed']), runs,
+               'a second run of its method, size, lr and seed')
+
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21, L0 if L is nan
+    check_runs(runs.capped_loss.notna() | (runs.init_from != ''), runs,
+               'a test_loss of nan needs an init_loss, which LRS counts for it')
+    # A method's runs of another λ have a table of their own where there are some of its default.
+    is_default = runs.variant == runs.plain_name
+    has_default = is_default.groupby([runs.plain_name, runs['size'], runs.weight_tying]).transform('any')
+    runs['at_default_lam'] = is_default | ~has_default
+    runs['of_several_lam'] = runs.groupby(['weight_tying', 'plain_name']).lam.transform('nunique') > 1
+    runs['behind'] = behind(runs[runs.at_default_lam])  # NaN where it is not compared
+    runs['behind_lam'] = behind(runs[runs.of_several_lam])
+
+    order = {name: i for i, name in enumerate([*SIZES, *METHODS])}  # then others
+    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
+    return runs.sort_values(by, ignore_index=True, key=lambda column: (
+        column.map(order).fillna(99) if column.name in ('size', 'method') else column))
+
+
+# -------- csv files
 def write_csv(path, rows, float_format=None):
     """Writes a csv file atomically, with whole numbers without a point."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
 
 
+def read_csv(path):
+    """All cells of a csv file as text, '' if empty; the names of columns without spaces and capitals."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('error', pd.errors.ParserWarning)  # rows longer than the header: 3,55
+            rows = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).fillna('')
+    except (ValueError, pd.errors.ParserWarning) as error:  # it is no csv
+        check(False, f'{path}: {error}')
+    return rows.rename(columns=lambda name: name.strip().lower())
+
+
+def numbers(cells, path):
+    """A column of text -> floats, NaN for a number that is not known or finite."""
+    values = pd.to_numeric(cells.replace({'True': '1', 'False': '0', '': 'nan'}), errors='coerce')
+    wrong = values.isna() & ~cells.str.lower().isin(['nan', ''])
+    check(not wrong.any(), f'{path}: {cells.name} should be a number, not {cells[wrong].iloc[:1].tolist()}')
+    return values.astype(float).replace([math.inf, -math.inf], math.nan)
+
+
+def read_runs(path, notes=None):
+    """
+    A csv of runs, see `complete`; `notes` gets lines on what is not read. Columns beyond RESULTS are settings
+    if they are called as a flag of train.py, else, if they are numbers, statistics.
+    """
+    rows = read_csv(path).drop(columns=['diverged', 'diverged_step'], errors='ignore')  # an older version's
+    missing = [name for name in REQUIRED if name not in rows]
+    check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
+    check(len(rows), f'{path}: has no runs')
+    check((rows.test_loss != '').all(), f'{path}: a test_loss is empty; nan means that it was not finite')
+    for name in rows.columns.difference([*RESULTS, *IN_NAMES]):
+        alike = difflib.get_close_matches(name, set(RESULTS) - {*rows}, 1)
+        if alike and notes is not None:
+            notes.append(f'{path}: its column {name} is not read as {alike[0]}')
+        if name in FLAGS or pd.to_numeric(rows[name], errors='coerce').isna().all():
+            del rows[name]
+    for name in rows.columns.difference([*TEXTS, *IN_NAMES]):
+        rows[name] = numbers(rows[name], path)
+    return complete(rows)
+
+
+def read_curves(path):
+    """The curves.csv beside a results.csv, or no rows."""
+    path = path.with_name('curves.csv')
+    if not path.exists():
+        return pd.DataFrame(columns=['run'])
+    rows = read_csv(path)
+    return rows.assign(**{name: numbers(rows[name], path) for name in rows.columns.drop('run')})
+
+
+def of_runs(curves, runs):
+    """Curves with the settings of their runs. lr is the run's, not that of the step."""
+    names = ['run', 'size', 'weight_tying', 'lr', 'variant', 'setting', 'but_for_rounding', 'logits_dtype',
+             'mu_shift']
+    return runs[names].merge(curves.drop(columns='lr', errors='ignore'), on='run')
+
+
+# -------- a sweep
 def collect(folders, out):
     """
-    Measures the finished runs in or right below `folders` and writes three csv files -> two lists of lines:
-    the data of the runs, and what is missing. A run that cannot be read or measured does not stop the others.
+    Measures the finished runs in or right below `folders` and writes three csv files -> the runs; curves,
+    also those of runs that are not finished; two lists of lines: the data of the runs, and what is missing.
+    A run that cannot be read or measured does not stop the others.
     """
-    rows, curves, distributions, missing, read, settings = [], [], [], [], set(), {'n_params'}
-    columns = dict.fromkeys(report.RESULTS)  # then come statistics that a fork adds
-    names = ('config.json', '*/config.json')
-    configs = {path for folder in folders for name in names for path in Path(folder).glob(name)}
-    for i, config in enumerate(sorted(configs), 1):
-        folder = config.parent
-        if not (folder / 'result.json').exists():
+    missing = []
+    finished, others, curves, datasets = [], [], [], set()
+    configs = {path for folder in folders for name in ('config.json', '*/config.json')
+               for path in Path(folder).glob(name)}
+    for folder in sorted(path.parent for path in configs):
+        is_finished = (folder / 'result.json').exists()
+        if not is_finished:
             missing.append(f'not finished: {folder}')
-            continue
         try:
-            run = {**read_json(config), **read_json(folder / 'result.json'), 'run': str(folder)}
-            run = {name: math.nan if value is None else value for name, value in run.items()}
-            assert {*report.REQUIRED, 'init_loss'} <= run.keys(), 'its files are not whole'
-            run['device'] = run['device_name']  # the name of the GPU, not the flag
-            curve = training_curve(folder, run['steps'])
-            read.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
-            settings |= read_json(config).keys()
-        except Exception as error:  # of many kinds, where a file is damaged
-            missing.append(f'left out: {folder}: {error} ({type(error).__name__})')
+            run, curve = read_run(folder)
+        except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
+            missing += [f'left out: {folder}: {error} ({type(error).__name__})'] if is_finished else []
             continue
+        (finished if is_finished else others).append(run)
+        curves.append(curve)
+        datasets.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
+    check(finished, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
+    runs = pd.DataFrame(finished)
+    runs = complete(runs[[name for name in runs if name in {*RESULTS, *FLAGS}]])
 
-        print(f'[{i}/{len(configs)}] measuring {folder}', flush=True)
-        numbers, of_quantities = {}, {}
+    statistics, distributions = [], []
+    for i, folder in enumerate(runs.run, 1):
+        print(f'[{i}/{len(runs)}] measuring {folder}', flush=True)
+        measured = {'numbers': {}, 'distributions': {}}
         try:
-            numbers, of_quantities = map(measure_run(folder).get, ('numbers', 'distributions'))
-            if 'r_cos' not in numbers:
+            measured = measure_run(Path(folder))
+            if 'r_cos' not in measured['numbers']:
                 missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not E h')
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             missing.append(f'{folder} is without statistics: {error} ({type(error).__name__})')
-        columns.update((name, None) for name in numbers if name != 'loss')  # of which it has the test loss
-        rows.append({**run, **numbers})
-        curves.append(curve.assign(run=run['run']))
-        distributions += [{'run': run['run'], 'quantity': name, **x} for name, x in of_quantities.items()]
+        statistics.append({**measured['numbers'], 'run': folder})
+        distributions += [{'run': folder, 'quantity': name, **x}
+                          for name, x in measured['distributions'].items()]
+    statistics = pd.DataFrame(statistics).drop(columns='loss', errors='ignore')  # there is the test loss
+    runs = runs.drop(columns=statistics.columns.drop('run'), errors='ignore').merge(statistics, on='run')
 
-    check(rows, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
-    rows = pd.DataFrame(rows)
-    report.check_comparable(rows, settings)
-    test_loss = rows.test_loss.astype(object).fillna('nan')  # an empty cell is an error
-    rows = rows.assign(test_loss=test_loss).reindex(columns=[*columns])
-    report.read_runs(io.StringIO(rows.to_csv(index=False)))  # refuse what is not one table before writing it
-    write_csv(out / 'results.csv', rows)
-    write_csv(out / 'curves.csv', pd.concat(curves), '%.7g')  # enough for a plot
+    columns = [*RESULTS, *flags_in_names(runs), *own_statistics(runs)]
+    rows = runs.reindex(columns=list(dict.fromkeys(columns)))
+    write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
+    curves = pd.concat(curves)
+    write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    return sorted(read), missing
+    others = pd.DataFrame(others, columns=['run', 'size', 'weight_tying', 'lr'])
+    others['variant'] = [f'{Path(run).name}, not finished' for run in others.run]
+    return runs, of_runs(curves, pd.concat([runs, others])), sorted(datasets), missing
 
 
 # -------- learning rate sensitivity
+MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
+PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
+# the LRS of the paper's tables, and what they underline, by (tying, size, variant)
+PUBLISHED = pd.read_csv(Path(__file__).parent / 'analysis/paper_lrs.csv',
+                        index_col=['tying', 'size', 'variant'])
+
+
 def learning_rate_sensitivity(runs):
     """
     LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
@@ -236,19 +446,19 @@ def learning_rate_sensitivity(runs):
     A method with a seed that learned nothing at any learning rate has no LRS: it would be 0, the best.
     """
     by = [*VARIANT, 'seed']
-    runs = runs[runs.in_paper_setting]
     lowest = runs.groupby(by, dropna=False).capped_loss.transform('min')
     runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - MIN_LEARNED)
     rows = runs.groupby(by, sort=False, dropna=False).agg(
-        lrs=('rise', 'mean'), total=('rise', 'sum'), n_lrs=('rise', 'count'),
+        lrs=('rise', 'mean'), n_lrs=('rise', 'count'),
         rates=('lr', lambda rates: ' '.join(f'{lr:g}' for lr in rates)),
         n_params=('n_params', 'max'), dead=('dead', 'all'), behind=('behind', 'max'),
         behind_lam=('behind_lam', 'max')).reset_index()
-    rows['lrs_n1'] = rows.pop('total') / (rows.n_lrs - 1).where(rows.n_lrs > 1)
+    rows['lrs_n1'] = rows.lrs * rows.n_lrs / (rows.n_lrs - 1).where(rows.n_lrs > 1)
     by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
     compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())
-    left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed {row.seed:g}, '
-                f'with learning rates {row.rates}' for row in rows[~compared].itertuples() if any(compared)]
+    left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed '
+                f'{row.seed:.0f}, with learning rates {row.rates}'
+                for row in rows[~compared].itertuples() if any(compared)]
     rows = rows[compared]
     dead = rows.groupby(VARIANT, dropna=False).dead.transform('any')
     return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out
@@ -261,7 +471,7 @@ def mean_over_seeds(lrs_of_seeds):
         behind=('behind', 'max'), behind_lam=('behind_lam', 'max'), seeds=('seed', 'nunique'),
         lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
     names = zip(rows.weight_tying.map(report.TYING), rows['size'], rows.variant, strict=True)
-    rows['published'] = pd.Series(map(report.PUBLISHED.lrs.get, names), dtype=float)
+    rows['published'] = pd.Series(map(PUBLISHED.lrs.get, names), dtype=float)
     rows['published'] = rows.published.where(rows.rates == PAPER_LRS)
     return rows
 
@@ -272,44 +482,42 @@ parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]',
 user_path = os.path.expanduser  # bash does not expand the ~ in --out=~/results
 add = parser.add_argument
 add('runs', nargs='*', type=user_path, help='run folders, or folders of them: out/demo')
-add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead: see analysis/report.py')
+add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead')
 add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
-add('--hf', nargs='+', metavar='MODEL', help="others' models: folders, NAME or NAME@REVISION")
-add('--text', type=user_path, help='with --hf: like --files of prepare_fineweb.py, or stdlib')
-add('--positions', type=train.nonnegative_int, default=16384, help='with --hf: how many (16384); 0: E alone')
 
 
 def main(argv=None):
     args = parser.parse_args(argv)
-    check(sum(map(bool, (args.runs, args.results, args.hf))) == 1, 'give run folders, or --results or --hf')
+    check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
     check(args.results is None or os.path.isfile(args.results), f'--results={args.results} is not a file')
-    inputs = [Path(name).resolve() for name in args.runs or args.hf or [args.results]]
+    inputs = [Path(name).resolve() for name in args.runs or [args.results]]
     names = [path.parent.name if path.name == 'results.csv' else path.name.removesuffix('.csv')
              for path in inputs]
     out = Path(args.out or Path('results', '+'.join(names)))
 
-    rounding, figures, lines, missing = [], [], [], []
-    if args.hf:
-        from analysis import hf  # it alone needs transformers
-        tables = hf.measure_models(args, out)
+    datasets, missing = [], []
+    if args.runs:
+        runs, curves, datasets, missing = collect(args.runs, out)
     else:
-        read, missing = collect(args.runs, out) if args.runs else ([], [])
-        csv = Path(args.results or out / 'results.csv')
-        runs = report.read_runs(csv)
-        lrs_of_seeds, not_in_lrs = learning_rate_sensitivity(runs)
-        lrs = mean_over_seeds(lrs_of_seeds)
-        write_csv(out / 'lrs.csv', lrs.drop(columns=['plain_name', 'color']))
-        lines, missing = report.describe(runs, read), missing + not_in_lrs
-        rounding, tables = report.rounding_tables(runs), report.make_tables(runs, lrs)
-        report.write_markdown(out / 'tables.md', rounding + tables)
-        figures = report.draw_figures(csv, runs, out / 'figures', bool(rounding))
-    report.write_page(out / 'report.html', rounding + figures + tables, [*lines, *missing])
+        runs = read_runs(args.results, missing)
+        curves = of_runs(read_curves(Path(args.results)), runs)
+    lrs_of_seeds, not_in_lrs = learning_rate_sensitivity(runs)
+    lrs = mean_over_seeds(lrs_of_seeds)
+    missing += not_in_lrs
+    write_csv(out / 'lrs.csv', lrs.drop(columns=['plain_name', 'at_default_lam', 'of_several_lam']))
 
-    for table in rounding + tables:
-        if table['title'] != 'All runs':
-            rows = table['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
-            print('', table['title'], rows.to_string(index=False), sep='\n')
-    print('', *missing, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+    tables = report.make_tables(runs, lrs, own_statistics(runs))
+    figures = report.draw_figures(runs, curves, out / 'figures')
+    report.write_markdown(out / 'tables.md', tables)
+    first, *others = tables  # the last is of all runs
+    report.write_page(out / 'report.html', [first, *others[:-1], *figures, *others[-1:]],
+                      [*report.describe(runs, datasets), *missing])
+
+    print('', *missing, sep='\n')
+    for table in tables[:-1]:
+        rows = table['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
+        print(table['title'], rows.to_string(index=False), '', sep='\n')
+    print(first['message'], f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
 
 
 if __name__ == '__main__':

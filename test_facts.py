@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import train
-from analysis.report import read_runs
-from analyze import centering_ratios, learning_rate_sensitivity, norm_ratios
+from analyze import centering_ratios, learning_rate_sensitivity, norm_ratios, read_runs
 from model import GPT, METHODS, GPTConfig, embedding_penalty, gpt_config, head_loss
 
 F64 = torch.float64

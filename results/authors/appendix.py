@@ -2,7 +2,7 @@
 The paper's figures of LRS against size (3, 10), of several λ (8) and of distributions (11, 12), the times
 of whole runs (Table 6), from a folder with the results.csv and distributions.csv that analyze.py writes.
 
-    python results/authors/appendix.py                  # of the authors' runs
+    python results/authors/appendix.py                  # all of results/authors, from its csv files
     python results/authors/appendix.py results/paper    # of a sweep of one's own
 
 Writes appendix.md and figures/ into that folder, of what there are data for.
@@ -18,8 +18,8 @@ from matplotlib.ticker import NullLocator
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+import analyze  # noqa: E402
 from analysis import report  # noqa: E402
-from analyze import learning_rate_sensitivity  # noqa: E402
 
 PAPER = pd.read_csv(HERE / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])  # its Table 6
 SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
@@ -27,7 +27,7 @@ QUANTITIES = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
 
 
 def draw_lrs(ax, lrs):
-    """LRS against size, a line for each variant."""
+    """LRS against size, which takes the place of the learning rate, a line for each variant."""
     report.draw_lines(ax, lrs.assign(lr=lrs.n_params, size=''), 'lrs_n1')
     report.stretch(ax, lrs.lrs_n1)
     sizes = lrs.drop_duplicates('size')
@@ -41,12 +41,12 @@ def lrs_of_sizes(lrs):
     LRS against size. How far the test losses at the n learning rates lie above the lowest of them, summed /
     (n - 1). (Figures 3 and 10)
     """
-    lrs = report.at_default_lam(lrs)
+    lrs = lrs[lrs.at_default_lam]
     if lrs.n_params.nunique() < 2:
         return None
     figure, ax = plt.subplots(figsize=(7.5, 4))
     draw_lrs(ax, lrs)
-    report.legend(figure, lrs.assign(size='all sizes'))
+    report.legend(figure, lrs.assign(lr=lrs.n_params, size=''))
     return figure
 
 
@@ -56,13 +56,9 @@ def sensitivity(runs, lrs):
     size. (Figure 8)
     """
     colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.dropna().unique()))}
-
-    def of_several(rows):
-        rows = report.of_several_lam(rows)
-        return rows.assign(variant=rows.lam.map('λ={:g}'.format), color=rows.lam.map(colors),
-                           behind=rows.behind_lam)
-
-    runs, lrs = of_several(runs), of_several(lrs)
+    runs, lrs = (rows[rows.of_several_lam].assign(
+        variant=lambda x: x.lam.map('λ={:g}'.format), color=lambda x: x.lam.map(colors),
+        behind=lambda x: x.behind_lam) for rows in (runs, lrs))
     names = lrs.plain_name.unique()
     if len(names) == 0:
         return None
@@ -80,7 +76,7 @@ def distributions(rows):
     Distributions in the baseline, of one seed. Boxes: quartiles and extrema over the vocabulary or the
     positions. Right axis: the share below 1, or for cos(μ, h) above 0. (Figures 11 and 12)
     """
-    rows = rows[rows.method == 'baseline'].dropna(subset='median')
+    rows = rows[rows.plain_name == 'baseline'].dropna(subset=['median', 'test_loss'])
     if rows.empty:
         return None
     rows = rows[rows.seed == rows.seed.min()]
@@ -128,9 +124,12 @@ def overhead_table(runs, tying):
 
 def main(folder=HERE):
     folder = Path(folder)
-    all_runs = report.read_runs(folder / 'results.csv')
-    all_runs = all_runs[all_runs.in_paper_setting]
-    all_lrs, _ = learning_rate_sensitivity(all_runs)
+    csv = folder / 'results.csv'
+    if folder == HERE:
+        analyze.main([f'--results={csv}', f'--out={folder}'])
+    all_runs = analyze.read_runs(csv)
+    all_runs = report.with_colors(all_runs, all_runs.variant)
+    all_lrs = report.with_colors(analyze.learning_rate_sensitivity(all_runs)[0], all_runs.variant)
     all_lrs = all_lrs[all_lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
     csv = folder / 'distributions.csv'
     values = pd.read_csv(csv, dtype={'run': str}) if csv.exists() else pd.DataFrame(columns=['run', 'median'])

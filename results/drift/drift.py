@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from analysis import report  # noqa: E402
+from analyze import check_comparable, flags_in_names  # noqa: E402
 
 # with a method of older code and the forks of the head with fp32 logits
 COLORS = {**report.COLORS, 'zipf_centering': '#0B6623', 'inputs rounded': '#0C5DA5',
@@ -31,13 +32,16 @@ def read_folder(folder):
     for path in sorted(Path(folder).glob('*/config.json')):
         config = json.loads(path.read_text())
         log = pd.DataFrame([json.loads(line) for line in path.with_name('log.jsonl').open()])
-        if 'val_loss' not in log:  # code up to 96e0adf calls every evaluation test_loss
-            log = log.rename(columns={'test_loss': 'val_loss'})
         runs.append({**config, 'run': path.parent.name, 'card': config['device_name']})
         curves.append(log.assign(run=path.parent.name))
     if not runs:
         sys.exit(f'error: no runs in {folder}')
-    return pd.DataFrame(runs), pd.concat(curves).reindex(columns=COLUMNS)
+    runs = pd.DataFrame(runs)
+    check_comparable(runs)  # or "read the same batches" would not be true
+    differ = {*flags_in_names(runs)} - {'logits_dtype'}
+    if differ:
+        sys.exit(f'error: the runs in {folder} differ in {", ".join(sorted(differ))}')
+    return runs, pd.concat(curves).reindex(columns=COLUMNS)
 
 
 def with_baselines(runs):
