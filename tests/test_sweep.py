@@ -11,6 +11,7 @@ import pytest
 
 import train
 from conftest import ENV, ROOT, refused
+from small_runs import shard
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
 
@@ -202,13 +203,22 @@ def test_wrong_settings(fake, wrong, named):
 @pytest.mark.parametrize('wrong, named', [
     ({}, ''), ({'METHODS': 'baseline mu-loss'}, "'mu-loss'"), ({'FLAGS': '--bta=1'}, '--bta=1'),
     ({'SEEDS': '1 01'}, '-s01'), ({'LAMS': 'default 1e-4'}, '-lam0.0001-'),
-    ({'SEEDS': '1 2', 'FLAGS': '--seed=3'}, '-s2'), ({'STEPS': '7'}, 'steps=300')])
-def test_what_is_refused_before_the_first_run(fake, wrong, named, monkeypatch):
-    """By a check that gets the flags of every run; it is made in this process."""
-    old = fake.out / 'tiny-untied-baseline-lr1-s1/config.json'
-    old.parent.mkdir(parents=True)
-    train.save({'size': 'tiny', 'weight_tying': False, 'steps': 300}, str(old))
-    fake.run(**{'grid': 'paper', 'SIZES': 'tiny', 'TYING': 'untied', 'LRS': '1', 'STEPS': '300', **wrong})
+    ({'SEEDS': '1 2', 'FLAGS': '--seed=3'}, '-s2'), ({'STEPS': '7'}, 'its steps'),
+    ({'DATA': 'other'}, 'its data_fingerprint'), ({'DATA': 'other', 'STEPS': '7', 'OUT': 'new'}, '')])
+def test_what_is_refused_before_the_first_run(fake, wrong, named, corpus, monkeypatch):
+    """By a check that gets the flags of every run and the folder, which has a run; made in this process."""
+    tokens = train.read_shard(f'{corpus}/stdlib_val_000000.bin')
+    for split in ('train', 'val'):
+        (fake.folder / 'bin/other').mkdir(exist_ok=True)
+        (fake.folder / f'bin/other/x_{split}_000000.bin').write_bytes(shard(tokens))
+    shards = [train.Windows(corpus, split, 1, 257).shards for split in ('train', 'val')]
+    args = train.resolve_args(train.parser.parse_args(
+        ['--size=tiny', '--lr=0.5', '--steps=300', f'--data={corpus}']))
+    (fake.out / 'old').mkdir(parents=True)
+    config = {**vars(args), 'data_fingerprint': train.fingerprint(*shards)}
+    train.save(config, f'{fake.out}/old/config.json')
+    fake.run(**{'grid': 'paper', 'SIZES': 'tiny', 'TYING': 'untied', 'LRS': '1', 'STEPS': '300',
+                'DATA': corpus, **wrong})
     monkeypatch.setattr('sys.argv', (fake.folder / 'check.args').read_text().split('\0')[:-1])
     code = compile((fake.folder / 'check.py').read_text(), 'check', 'exec')
     refused(lambda: exec(code, {}), named) if named else exec(code, {})
