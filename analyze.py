@@ -442,7 +442,8 @@ def learning_rate_sensitivity(runs):
     """
     LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
     min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), which is what the published tables have. A second
-    list names seeds left out, which have one learning rate, or others than the seed with the most.
+    list names seeds left out, which have one learning rate, or others than the seed with the most, if any has
+    enough for a table.
     A method with a seed that learned nothing at any learning rate has no LRS: it would be 0, the best.
     """
     by = [*VARIANT, 'seed']
@@ -458,7 +459,7 @@ def learning_rate_sensitivity(runs):
     compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())
     left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed '
                 f'{row.seed:.0f}, with learning rates {row.rates}'
-                for row in rows[~compared].itertuples() if any(compared)]
+                for row in rows[~compared].itertuples() if rows.n_lrs.max() >= report.MIN_RATES]
     rows = rows[compared]
     dead = rows.groupby(VARIANT, dropna=False).dead.transform('any')
     return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out

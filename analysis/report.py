@@ -16,10 +16,11 @@ NAMES = {  # a method that is not here is called what METHODS calls it
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
     'mu_centering': 'μ-centering', 'adamw_decay': "AdamW's decay", 'max_z_loss': 'max-z loss',
     'norm_softmax': 'NormSoftmax', 'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.'}
-COLORS = {  # the first six are the paper's; other variants get the next of Dark2
+COLORS = {  # the first six are the paper's; other variants get the next of OTHERS
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#393B79', 'max_z_loss': '#17BECF',
     'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
+OTHERS = ['black', '#637939', '#7B4173', '#8C6D31', '#FF69B4', '#00CED1', '#843C39', '#6B6ECF']
 
 # -------- tables: dicts of title, message, rows and caption
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
@@ -91,11 +92,11 @@ def rounding_table(runs):
     runs = runs.assign(method=runs.but_for_rounding, tying=runs.weight_tying.map(TYING), η=runs.lr.map(str))
     setting = ['method', 'size', 'tying', 'η']
     means = runs.groupby([*setting, 'case'], sort=False).test_loss.agg(lambda x: x.mean(skipna=False))
-    method, *_, lr, _ = means.fillna(math.inf).idxmax()  # the worst is nan, where a run was not finite
-    said = ', '.join(f'{x:.2f} with {case}' for (*_, case), x in means.items()
-                     if _[0] == method and _[-1] == lr)
-    return dict(title='What rounding does', rows=grid(means.map('{:.2f}'.format)),
-                message=f'Rounding alone: {method} at η = {lr} ends at a test loss of {said}.', caption=(
+    *worst, _ = means.fillna(math.inf).idxmax()  # nan, where a run was not finite
+    cases = means.loc[tuple(worst)].rename(lambda case: case.replace(', ', ' and a '))
+    said = '; '.join(f'{x:.2f} with {case}' for case, x in cases.items())
+    said = f'By rounding alone, {worst[0]} at η = {worst[-1]} ends at a test loss of {said}.'
+    return dict(title='What rounding does', rows=grid(means.map('{:.2f}'.format)), message=said, caption=(
         'The mean of the output embeddings adds one number to all logits of a position, which changes no '
         'probability or gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. '
         'A vector was added to all output embeddings at the start. Test losses are means over seeds, at a '
@@ -153,7 +154,7 @@ def with_colors(rows, variants):
     """Rows with the color of their variant, of all these variants."""
     colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
     others = [variant for variant in dict.fromkeys(variants) if variant not in colors]
-    colors |= {variant: plt.get_cmap('Dark2')(i % 8) for i, variant in enumerate(others)}
+    colors |= {variant: OTHERS[i % len(OTHERS)] for i, variant in enumerate(others)}
     return rows.assign(color=rows.variant.map(colors))
 
 
@@ -290,14 +291,16 @@ def rounding(rows):
         for ax, case in zip(axes_of_method, cases, strict=True):
             part = rows[(rows.but_for_rounding == method) & (rows.case == case)]
             for _, run in part.groupby('run', sort=False):
-                ax.plot(run.step, smooth(run.loss), color=run.color.iloc[0])
+                ax.plot(run.step, smooth(run.loss))
             ax.set_title(f'{method}\n{case}', fontsize=9)
         axes_of_method[0].set_ylabel(LABELS['loss'])
     figure.supxlabel('step', fontsize=9)
     return figure
 
 
-FIGURES = [  # against the learning rate: function, title, caption
+FIGURES = [  # function, title, caption
+    (rounding, 'Training loss with and without rounding',
+     'A line for each seed; the same axes in all panels. Means of ten log lines.'),
     (loss, 'Test loss against learning rate',
      'A loss above the one at initialisation is drawn as that one. Small panels: the two largest learning '
      'rates. Filled: what the paper calls diverged, which says no more than that another method was better '
@@ -310,39 +313,31 @@ FIGURES = [  # against the learning rate: function, title, caption
      'r_emb: the norm of an output embedding minus μ, divided by that without. r_cos, r_log: likewise for '
      'the largest |cosine| with a hidden state h and the largest |logit| of a position. Below 1, the dotted '
      'line, centering lowers it; above, it raises it. cos(μ, h): the cosine of the mean embedding and h. '
-     'Means over the vocabulary or test positions, without runs that were not finite. (Figure 5)')]
-OF_STEPS = [  # for each size and learning rate
-    (rounding, 'Training loss with and without rounding',
-     'A line for each seed; the same axes in all panels. Means of ten log lines.'),
+     'Means over the vocabulary or test positions, without runs that were not finite. (Figure 5)'),
     (training, 'Training curves',
-     'A line for each run: its loss; the norm of the mean μ of the output embeddings; of the logits their '
-     'mean, how it varies over the positions, their standard deviation, and the largest |logit| of a '
-     'position, on average. All but a val loss are means of ten log lines. Dashed: outside the setting of '
-     'the paper. Equal lines hide each other.')]
+     'A line for each run: its loss; the norm of the mean μ of the output embeddings; of the logits of a '
+     'position their mean, how that varies, their standard deviation and the largest |logit|. All but a val '
+     'loss are means of ten log lines. Dashed: another setting. Equal lines hide each other.')]
 
 
 def draw_figures(runs, curves, folder):
     """Draws what there are data for, as PNG files in `folder` -> their titles, captions and files."""
     runs, curves = (with_colors(rows, [*runs.variant, *curves.variant]) for rows in (runs, curves))
-    to_draw = []
-    for tying, word in TYING.items():
-        for (size, lr), rows in curves[curves.weight_tying == tying].groupby(['size', 'lr'], sort=False):
-            to_draw += [(*figure, f'{size}, {word}, η = {lr:g}', f'{size}_{word}_lr{lr:g}', rows)
-                        for figure in OF_STEPS]
-    for tying, word in TYING.items():
-        rows = runs[(runs.weight_tying == tying) & runs.at_default_lam]
-        to_draw += [(*figure, word, word, rows) for figure in FIGURES]
-    to_draw.sort(key=lambda item: [rounding, loss, statistics, fact_3, training].index(item[0]))
+    of_rates = [(word, word, runs[(runs.weight_tying == tying) & runs.at_default_lam])
+                for tying, word in TYING.items()]
+    of_steps = [(f'{size}, {TYING[tying]}, η = {lr:g}', f'{size}_{TYING[tying]}_lr{lr:g}', rows)
+                for (tying, size, lr), rows in curves.groupby(['weight_tying', 'size', 'lr'], sort=False)]
     figures = []
-    for function, title, caption, of, name, rows in to_draw:
-        figure = function(rows)
-        if figure:
-            path = folder / f'{function.__name__}_{name}.png'
-            path.parent.mkdir(exist_ok=True)
-            figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
-            figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
-            plt.close(figure)
-            figures.append(dict(title=f'{title}, {of}', caption=caption, file=path))
+    for function, title, caption in FIGURES:
+        for what, name, rows in of_steps if function in (rounding, training) else of_rates:
+            figure = function(rows)
+            if figure:
+                path = folder / f'{function.__name__}_{name}.png'
+                path.parent.mkdir(exist_ok=True)
+                figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
+                figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
+                plt.close(figure)
+                figures.append(dict(title=f'{title}, {what}', caption=caption, file=path))
     return figures
 
 
