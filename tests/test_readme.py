@@ -130,7 +130,7 @@ def largest_mean_logit(logits):
     return printed[0].item()
 
 
-def train_by_the_equations(model, method, steps=3):
+def train_by_the_equations(model, method, steps=2):
     """Four sequences a step, clipped: mu-loss in the loss, by autograd, and centering after the step."""
     optimizer, E = adamw(model.parameters()), model.lm_head.weight
     for step in range(steps):
@@ -147,7 +147,7 @@ def train_by_the_equations(model, method, steps=3):
     return model
 
 
-def train_with_the_lines(raw_model, method, model, rank, world, sums=False, steps=3):
+def train_with_the_lines(raw_model, method, model, rank, world, sums=False, steps=2):
     """The same in micro-batches of one sequence, with a GradScaler; `sums`: divided by the tokens later."""
     optimizer, scaler = adamw(raw_model.parameters()), torch.amp.GradScaler('cpu')
     if method == 'mu_centering':
@@ -181,7 +181,6 @@ def test_one_process(method, sums, tied):
     assert_trained_alike(model, method, tied)
     logits = model(torch.arange(61)[None])
     assert (largest_mean_logit(logits) < 1e-6) == (method == 'mu_centering')
-    assert not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
 
 
 def two_ranks(argv):
