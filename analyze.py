@@ -122,7 +122,7 @@ def val_windows(folder, block_size, vocab_size, data_fingerprint):
     found = all(glob.glob(f'{glob.escape(folder)}/{train.SHARD.format(split)}') for split in ('train', 'val'))
     if found:
         trained_on, val = (train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-        found = train.fingerprints(trained_on.shards, val.shards)[0] == data_fingerprint
+        found = train.fingerprint(trained_on.shards, val.shards) == data_fingerprint
     if not found:
         raise ValueError(f'{folder} does not hold the shards of the training')
     return val

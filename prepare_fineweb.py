@@ -1,5 +1,5 @@
 """
-Turns text into token shards for train.py. The same command resumes where it was stopped.
+Turns text into token shards for train.py. Run the same command again to resume.
 
     python prepare_fineweb.py                         # FineWeb: 13.2 billion GPT-2 tokens, 26 GB
     python prepare_fineweb.py --source=pretokenized   # what the authors trained on: kjj0/fineweb100B-gpt2
@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -21,19 +22,19 @@ import numpy as np
 import pyarrow.parquet
 import tiktoken
 
-from train import SHARD, check, lock_folder, positive_int, read_json, read_shard, save, shard_length
+from train import SHARD, check, lock_folder, on_error, positive_int, read_json, read_shard, save, shard_length
 
 parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbrev=False,
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 add = parser.add_argument
 add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'], help='which text')
-add('--name', help='config of FineWeb (None: sample-100BT), or dataset of shards (None: that of the authors)')
+add('--name', help="config of FineWeb, or dataset of shards (%(default)s: sample-100BT, or the authors')")
 add('--files', type=os.path.expanduser, help='quoted glob of .txt, .jsonl or .parquet files (column: text)')
-add('--out', type=os.path.expanduser, help='folder of the shards (None: data/fineweb or data/stdlib)')
+add('--out', type=os.path.expanduser, help='folder of the shards (%(default)s: data/fineweb or data/stdlib)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
 add('--tokens', type=positive_int, default=13_200_000_000, help='tokens to train on, at most')
 add('--val_tokens', type=positive_int, default=10_500_000, help='tokens for val: the first ones; of local '
-    'files at most so many, from the first document and 1%% of the others, chosen by hash')
+    'files at most so many: the end of each document, or of 100 and more 1%%, chosen by hash')
 add('--shard_tokens', type=positive_int, default=100_000_000, help='tokens in a train shard, 2 bytes each')
 add('--workers', type=positive_int, default=os.cpu_count(), help='threads that tokenize')
 
@@ -76,7 +77,8 @@ def file_rows(path):
     else:
         # Some of Python's own tests are not UTF-8, or begin with a byte order mark, on purpose.
         encoding, errors = ('utf-8', 'replace') if path.endswith('.py') else ('utf-8-sig', 'strict')
-        with open(path, encoding=encoding, errors=errors) as file:
+        newline = None if path.endswith('.py') else ''  # line ends as they are, as in jsonl
+        with open(path, encoding=encoding, errors=errors, newline=newline) as file:
             yield file.read()
 
 
@@ -121,14 +123,28 @@ def tokenize(texts, args):
 
 
 def hold_out(documents, val, args, meta):
-    """Yields the local documents to train on; the list `val` gets the others, --val_tokens at most."""
-    for file, row, text, tokens in documents:
-        bucket = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
-        if bucket != meta.setdefault('bucket', bucket):  # the first document's
-            yield file, row, text, tokens
-        elif meta['val'] < args.val_tokens:
-            val.append(tokens[:args.val_tokens - meta['val']])
-            meta['val'] += len(val[-1])
+    """
+    Yields the local documents without what goes into the list `val`, --val_tokens at most: of fewer than 100
+    documents the last tenth of each; of more the first one and 1% of the others, chosen by hash.
+    """
+    first = list(itertools.islice(documents, 100))
+    few = meta.setdefault('few', len(first) % 100)  # 0: many
+    for file, row, text, tokens in itertools.chain(first, documents):
+        if few:
+            n = min(len(tokens) // 10, args.val_tokens // few)
+            held, tokens = tokens[len(tokens) - n:].copy(), tokens[:len(tokens) - n]
+            held[:1] = tokens[0]  # end-of-text, with which every document begins
+            if [file, row] <= meta.setdefault('held', [-1, 0]):
+                held = held[:0]  # it was added before the stop
+            meta['held'] = max(meta['held'], [file, row])
+        else:
+            bucket = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
+            is_val = bucket == meta.setdefault('bucket', bucket)  # the first document's
+            held = tokens[:args.val_tokens - meta['val'] if is_val else 0]
+            tokens = tokens[:0] if is_val else tokens
+        val.append(held)
+        meta['val'] += len(held)
+        yield file, row, text, tokens
 
 
 def cut_shards(documents, args, meta):
@@ -145,7 +161,7 @@ def cut_shards(documents, args, meta):
                 parts.append(tokens[start:start + size - n])
                 n, start = n + len(parts[-1]), start + len(parts[-1])
         start = 0
-    check(parts and meta['shards'], 'all is for val: give more documents (.txt, rows) or fewer --val_tokens')
+    check(parts and meta['shards'], 'all is for val: give more documents or fewer --val_tokens')
     yield np.concatenate(parts), {'exhausted': True}
 
 
@@ -192,7 +208,7 @@ def main(argv=None):
     settings['vocab_size'] = {'gpt2': 50257, 'bytes': 257}[args.tokenizer]
     if local:
         stats = repr([(os.path.getsize(path), os.path.getmtime(path)) for path in paths])
-        settings['sizes_and_times'] = hashlib.sha256(stats.encode()).hexdigest()
+        settings['found'] = f'{len(paths)} files ({hashlib.sha256(stats.encode()).hexdigest()[:16]})'
     meta = {**settings, 'shards': int(local), 'tokens': 0, 'val': 0, 'file': 0, 'row': 0, 'used': 0}
     meta_path = f'{args.out}/meta.json'
     if glob.glob(SHARD.format('*'), root_dir=args.out):
@@ -218,6 +234,7 @@ def main(argv=None):
         shards = cut_shards(documents, args, meta)
 
     with lock_folder(args.out):
+        meta.update(eot=settings['vocab_size'] - 1, finished=False)
         save(meta, meta_path)
         for shard, position in shards:
             name = f'train_{meta["shards"] - 1:06d}' if meta['shards'] else 'val_000000'
@@ -227,12 +244,15 @@ def main(argv=None):
                 write_shard(f'{args.out}/{args.source}_{name}.bin', shard)
             meta['tokens'] += len(shard) if meta['shards'] else 0
             meta.update(position, shards=meta['shards'] + 1)
+            meta['finished'] = meta.get('exhausted', False) or meta['tokens'] >= args.tokens
             save(meta, meta_path)
             n_val = sum(map(shard_length, glob.glob(f'{glob.escape(args.out)}/{SHARD.format("val")}')))
-            print(f'{args.out}: {meta["tokens"]:,} training tokens, {n_val:,} val tokens', flush=True)
-            if meta['tokens'] >= args.tokens:
+            ends = f', the end of each of {meta["few"]} documents' if meta.get('few') else ''
+            print(f'{args.out}: {n_val:,} val tokens{ends}; {meta["tokens"]:,} training tokens', flush=True)
+            if meta['finished']:
                 break
 
 
 if __name__ == '__main__':
+    sys.excepthook = on_error
     main()

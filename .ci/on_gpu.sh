@@ -3,15 +3,15 @@
 #
 # What only a GPU can tell, all three parts or those named, most important first:
 #   tests   the numbers on the device: gradients against float64, the head's roundings, the compiled model
-#   speed   time and memory of the step of 16M and 221M, beside those of 13fd022, the last commit with oec/
+#   speed   time and memory of the step of 16M and 221M, beside those of 2102aab, whose loss is log Z - l_t
 #   drift   bash sweep.sh drift of seed 3 (SEEDS), on the shards in DATA
 #
 # Each command's output goes to a file in OUT (out/gpu_logs). What has not ended LIMIT seconds (570) after the
-# start is cut off; drift alone needs most of that. The code of 13fd022 is taken from git unless it lies in
-# BEFORE (out/13fd022). DEVICE=cpu bash .ci/on_gpu.sh is a trial with everything tiny.
+# start is cut off; drift alone needs most of that. The code of 2102aab is taken from git unless it lies in
+# BEFORE (out/2102aab). DEVICE=cpu bash .ci/on_gpu.sh is a trial with everything tiny.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-: "${DEVICE:=cuda}" "${LIMIT:=570}" "${BEFORE:=out/13fd022}" "${DATA:=data/fineweb_small}" "${SEEDS:=3}"
+: "${DEVICE:=cuda}" "${LIMIT:=570}" "${BEFORE:=out/2102aab}" "${DATA:=data/fineweb_small}" "${SEEDS:=3}"
 logs=${OUT:-out/gpu_logs} sizes='16M 221M' bench='--seconds=8' failed=''
 mkdir -p "$logs" && logs=$(realpath "$logs") || exit 1
 export PYTHONUNBUFFERED=1 DATA SEEDS OUT=out/gpu_drift
@@ -35,7 +35,7 @@ for what in ${*:-tests speed drift}; do
     tests)
       part tests 150 python -m pytest -v tests/test_head.py tests/test_model.py ;;
     speed)
-      [ -d "$BEFORE" ] || { mkdir -p "$BEFORE" && git archive 13fd022 | tar -x -C "$BEFORE"; }
+      [ -d "$BEFORE" ] || { mkdir -p "$BEFORE" && git archive 2102aab | tar -x -C "$BEFORE"; }
       for size in $sizes; do
         for code in "$BEFORE" .; do
           name=speed-$size$([ "$code" = . ] || echo -before)

@@ -46,7 +46,7 @@ def main(argv=None):
     methods = args.methods.split(',')
     settings = [train.resolve_args(argparse.Namespace(**{**vars(args), 'method': name})) for name in methods]
     args = settings[0]
-    torch.set_num_threads(args.threads or torch.get_num_threads())
+    train.set_up_machine(args)
     steps = [training_step(args) for args in settings]
     for step in steps:
         timed(step, args.device)  # compiles

@@ -73,6 +73,36 @@ def test_killed_ranks(corpus, tmp_path):
     assert folder_hash(killed) == before
 
 
+def other_data():
+    """This process finds other tokens under the same path if it is rank 1."""
+    fingerprint = train.fingerprint
+    train.fingerprint = lambda *shards: fingerprint(*shards) + 'x' * train.RANK
+
+
+def flipped_weights():
+    """In rank 1 a bit of each weight of a matrix flips in step 2."""
+    train_step = train.train_step
+
+    def step_and_flip(model, optimizer, batch, step, *more, **named):
+        result = train_step(model, optimizer, batch, step, *more, **named)
+        if train.RANK == 1 and step == 2:
+            model.module.E.data.view(torch.int32).bitwise_xor_(1)
+        return result
+    train.train_step = step_and_flip
+
+
+@pytest.mark.parametrize('prepare, refusing, said', [
+    (other_data, [1], 'of rank 1 differs'), (flipped_weights, [0, 1], "step 3: the ranks' weights differ")])
+def test_ranks_that_differ(prepare, refusing, said, corpus, tmp_path):
+    flags = [*SMALL, '--steps=4', '--ckpt_every=3', f'--data={corpus}', f'--out={tmp_path}/run']
+    started = ranks(2, flags, tmp_path / 'stderr', prepare=(prepare,))
+    for rank in refusing:
+        finish(started[rank], 2)
+        assert said in (tmp_path / f'stderr{rank}').read_text()
+    for rank in started:
+        rank.kill()
+
+
 def test_refusal_under_torchrun(corpus, tmp_path):
     """Rank 0 alone says it, before the ranks meet, and torchrun ends the others."""
     torchrun(*SMALL, '--batch_size=3', f'--data={corpus}', f'--out={tmp_path}/run',

@@ -122,3 +122,8 @@ def test_compiled_run(trained, monkeypatch):
     assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 2  # of training and of evaluation
     for a, b in zip(log_of(eager), log_of(compiled), strict=True):
         assert a == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in b.items()}
+
+
+def test_no_target_is_ignored():
+    with pytest.raises((IndexError, RuntimeError)):
+        head_loss(torch.randn(2, 8), torch.randn(5, 8), torch.tensor([1, -100]), GPTConfig())

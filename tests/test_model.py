@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train
-from model import GPT, SIZES, GPTConfig
+from model import GPT, SIZES, GPTConfig, rotate
 from small_runs import float64_model
 from test_facts import F64, close, generator, tiny_gpt, token_batch
 
@@ -139,3 +140,32 @@ def test_gradients_against_float64(dtype, tolerance, size):
     for p, q in zip(model.parameters(), exact.parameters(), strict=True):
         error = (p.grad.double().cpu() - q.grad).norm() / q.grad.norm()
         assert error <= tolerance, error
+
+
+def test_zero_is_a_setting():
+    """And no default."""
+    config = tiny_gpt('mu_loss', lam=0.0, rope_fraction=0.0).config
+    assert (config.lam, config.rope_fraction) == (0, 0)
+
+
+def test_fp32_logits_of_a_bf16_trunk():
+    """With a mean logit of some hundreds: in training, as in `logits`, they are not rounded."""
+    gpt = tiny_gpt(dtype='bfloat16', logits_dtype='float32')
+    tokens, targets = token_batch(0)
+    with torch.no_grad():
+        gpt.E.add_(100 * gpt.hidden(tokens).mean(dim=(0, 1)))
+    h = gpt.hidden(tokens).double().flatten(0, 1)
+    loss = F.cross_entropy(h @ gpt.E.double().T, targets.flatten())
+    assert gpt(tokens, targets)[1]['loss'].mean().item() == pytest.approx(loss.item(), abs=1e-4)
+
+
+def test_q_and_k_are_rounded_once(monkeypatch):
+    """LayerNorm and RoPE are in fp32, from the bf16 that qkv gives to the bf16 that attention gets."""
+    gpt, made, got = tiny_gpt(dtype='bfloat16'), [], []
+    gpt.blocks[0].attn.qkv.register_forward_hook(lambda module, inputs, qkv: made.append(qkv))
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, k, v, **_: got.extend((q, k)) or v)
+    gpt.hidden(token_batch(0)[0])
+    for x, y in zip(made[0].double().view(4, 16, 3, 2, 8).unbind(2), got, strict=False):
+        exact = rotate(F.layer_norm(x, (8,)), gpt.cos, gpt.sin).transpose(1, 2)
+        assert y.dtype == torch.bfloat16
+        assert ((y - exact).abs() <= 1.001 * BF16_UNIT * exact.abs() + 1e-6).all()

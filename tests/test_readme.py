@@ -1,12 +1,12 @@
-"""README.md: its commands, LRS tables, added method, how it loads a model, its lines for other loops."""
+"""README.md: its commands, LRS tables, added method, sample of a model, its lines for one's own loop."""
 import functools
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -20,7 +20,7 @@ import prepare_fineweb
 import train
 from conftest import ENV, ROOT, finish
 from small_runs import SMALL, ranks
-from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
+from test_facts import close, generator, normal
 
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser, 'analyze': analyze.parser}
@@ -59,62 +59,154 @@ def test_adding_a_method(tmp_path, monkeypatch):
     facts['test_model_equation']('l2_logits', False)
 
 
-def test_loading_a_model(corpus, tmp_path, monkeypatch):
-    code = re.search(r'```python\n(from model import .*?)```', README, re.S)[1]
+def test_sweeps(tmp_path):
+    """A cell of the paper's table, and three methods in three seeds on own text."""
+    runs = {}
+    for line in re.findall(r'^([A-Z]+=.*bash sweep.sh)', README, re.M):
+        env = {**ENV, 'DRY_RUN': '1'}
+        printed = subprocess.check_output(['bash', '-c', line], env=env, text=True, cwd=ROOT)
+        runs[line.count('SEEDS')] = [train.parser.parse_args(shlex.split(run)[2:])
+                                     for run in printed.splitlines() if 'train.py' in run]
+    assert {(run.size, run.method, run.weight_tying) for run in runs[0]} == {('16M', 'mu_loss', False)}
+    assert len({run.lr for run in runs[0]}) == len(runs[0]) == 7
+    assert len(runs[1]) == 27 and {run.seed for run in runs[1]} == {1, 2, 3}
+    assert not any(run.weight_tying for run in runs[1])
+
+
+def test_sample(corpus, tmp_path, monkeypatch, capsys):
+    """Of the model that the command trains. In this corpus too, token 256 begins each document."""
+    code = re.search(r'```python\n([^`]*?from model import .*?)```', README, re.S)[1]
     out = re.search(r"'(.*)/model\.pt'", code)[1]
-    command, env = ['bash', f'{ROOT}/sweep.sh', 'demo'], {**ENV, 'DRY_RUN': '1'}
-    assert f'--out={out}\n' in subprocess.check_output(command, env=env, text=True)
+    assert f' --out={out}\n' in README
     monkeypatch.chdir(tmp_path)
-    train.main([*SMALL, f'--data={corpus}', f'--out={out}', '--steps=1'])
-    names = {'tokens': torch.arange(24).view(2, 12)}
+    train.main([*SMALL, f'--data={corpus}', f'--out={out}', '--steps=1', '--block_size=256'])
+    capsys.readouterr()
+    names = {}
     exec(code, names)
     assert torch.equal(names['gpt'].E, names['saved']['model']['lm_head.weight'])
-    assert names['logits'].shape == (2, 12, 320)
+    assert names['logits'].shape == (256,) and len(names['text']) == 201
+    assert capsys.readouterr().out == bytes(names['text'][1:]).decode(errors='replace') + '\n'
 
 
-# -------- the lines for other loops
-BLOCK = re.search(r'```python\n(import torch\n.*?)```', README, re.DOTALL)[1]
-*FUNCTIONS, HOOK, CHECK = BLOCK.splitlines()
-adamw = functools.partial(torch.optim.AdamW, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
-NAMES = {}
-exec('\n'.join(FUNCTIONS), NAMES)
-center, mu_loss = NAMES['center'], NAMES['mu_loss']
+# -------- the lines for one's own loop
+BLOCK = re.search(r'```python\n(import torch\n.*?)```', README, re.S)[1]
+FUNCTIONS, HOOK, PENALTY, CHECK = re.split(r'\n(?=optimizer\.|add_mu_loss|print)', BLOCK)
+NAMES = {'V': 61, 'lam': 0.3}
+exec(FUNCTIONS, NAMES)
+center, add_mu_loss_gradient = NAMES['center'], NAMES['add_mu_loss_gradient']
+adamw = functools.partial(torch.optim.AdamW, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def hook(optimizer, model):
-    exec(HOOK, {**NAMES, 'optimizer': optimizer, 'model': model})
+class LM(torch.nn.Module):
+    """A bigram model in float64, tokens (B, T) -> logits (B, T, 61)."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte, self.mlp = torch.nn.Embedding(61, 16), torch.nn.Linear(16, 16)
+        self.lm_head = torch.nn.Linear(16, 61, bias=False)
+        if tied:
+            self.wte.weight = self.lm_head.weight
+        self.double()
+
+    def forward(self, tokens):
+        return self.lm_head(self.mlp(self.wte(tokens)).tanh())
 
 
-def shows_0(E):
-    """Whether README's line that checks prints 0, but for rounding."""
+def losses(model, i, reduction='mean'):
+    """Of sequence i, 16 tokens, whose successor is the next number."""
+    tokens = torch.randint(61, (1, 16), generator=generator(i))
+    return F.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() + 1) % 61, reduction=reduction)
+
+
+def run_line(line, **names):
+    exec(line, {**NAMES, **names})
+
+
+def largest_mean_logit(logits):
+    """What README's line that checks prints."""
     printed = []
-    model = SimpleNamespace(lm_head=SimpleNamespace(weight=E))
-    exec(CHECK, {'model': model, 'print': printed.append})
-    return (printed[0] <= torch.finfo(E.dtype).eps * E.norm()).item()
+    run_line(CHECK, logits=logits, print=printed.append)
+    return printed[0].item()
+
+
+def train_by_the_equations(model, method, steps=2):
+    """Four sequences a step, clipped: mu-loss in the loss, by autograd, and centering after the step."""
+    optimizer, E = adamw(model.parameters()), model.lm_head.weight
+    for step in range(steps):
+        loss = sum(losses(model, 4 * step + i) for i in range(4)) / 4
+        if method == 'mu_loss':
+            loss = loss + 0.3 * E.mean(dim=0).square().sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if method == 'mu_centering':
+            with torch.no_grad():
+                E -= E.mean(dim=0)
+        optimizer.zero_grad()
+    return model
+
+
+def train_with_the_lines(raw_model, method, model, rank, world, sums=False, steps=2):
+    """The same in micro-batches of one sequence, with a GradScaler; `sums`: divided by the tokens later."""
+    optimizer, scaler = adamw(raw_model.parameters()), torch.amp.GradScaler('cpu')
+    if method == 'mu_centering':
+        run_line(HOOK, optimizer=optimizer, model=raw_model)
+    for step in range(steps):
+        for i in range(rank, 4, world):
+            loss = losses(model, 4 * step + i, 'sum') if sums else losses(model, 4 * step + i) * world / 4
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        for p in raw_model.parameters() if sums else ():
+            p.grad /= 4 * 16
+        if method == 'mu_loss':
+            run_line(PENALTY, model=raw_model)
+        torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def assert_trained_alike(model, method, tied):
+    reference = train_by_the_equations(LM(tied), method)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        close(p.full_tensor() if hasattr(p, 'full_tensor') else p, q, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('method', ['mu_centering', 'mu_loss'])
+@pytest.mark.parametrize('sums, tied', [(False, False), (False, True), (True, False)])
+def test_one_process(method, sums, tied):
+    model = LM(tied)
+    train_with_the_lines(model, method, model, rank=0, world=1, sums=sums)
+    assert_trained_alike(model, method, tied)
+    logits = model(torch.arange(61)[None])
+    assert (largest_mean_logit(logits) < 1e-6) == (method == 'mu_centering')
 
 
 def two_ranks(argv):
-    """DDP and FSDP2, with shards of unequal length, two micro-batches and GradScaler, a factor of 65,536."""
+    """DDP, and FSDP2 with shards of unequal length, which shards the head in three ways."""
     from torch.distributed.fsdp import fully_shard  # takes a second
+
+    def head_first(model):
+        fully_shard(model.lm_head)
+        return fully_shard(model)
     dist.init_process_group('gloo')
-    for wrap, method, tying in product((DDP, fully_shard), ('mu_centering', 'mu_loss'), (False, True)):
-        gpt, reference = (tiny_gpt(name, vocab_size=61, weight_tying=tying) for name in ('baseline', method))
-        model = wrap(gpt)
-        optimizer, scaler = adamw(gpt.parameters()), torch.amp.GradScaler('cpu')
-        if method == 'mu_centering':
-            hook(optimizer, gpt)
-        for step in (1, 2, 3):
-            for micro_batch in range(2 * dist.get_rank(), 2 * dist.get_rank() + 2):
-                loss, _ = model(*(x[micro_batch][None] for x in token_batch(step)))
-                loss = loss + mu_loss(gpt.E, lam=0.3) if method == 'mu_loss' else loss
-                scaler.scale(loss / 2).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        list(train_steps(reference, method, 3, grad_clip=0))
-        assert shows_0(gpt.E) == (method == 'mu_centering')
-        for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
-            close(p.full_tensor() if wrap is fully_shard else p, q, rtol=0, atol=1e-12)
+    resharded = functools.partial(fully_shard, reshard_after_forward=True)
+    wraps = [(DDP, False), (DDP, True), (fully_shard, False), (fully_shard, True), (resharded, False),
+             (resharded, True), (head_first, False)]
+    for (wrap, tied), method in product(wraps, ('mu_centering', 'mu_loss')):
+        raw_model = LM(tied)
+        train_with_the_lines(raw_model, method, wrap(raw_model), dist.get_rank(), world=2)
+        assert_trained_alike(raw_model, method, tied)
+
+    # Megatron's vocabulary shards: the hook refuses them, and README's lines take the mean over all ranks
+    E = normal(generator(0), 61, 16) + 1
+    shard = E.split(31)[dist.get_rank()].clone()
+    with pytest.raises(ValueError, match='61'):
+        center(shard, 61)
+    line = re.search('`(mu = E.sum.*?)`', README)[1]
+    run_line(line, E=shard, dist=dist, group=None)
+    close(shard, (E - E.mean(dim=0)).split(31)[dist.get_rank()], rtol=0, atol=1e-12)
     dist.destroy_process_group()
 
 
@@ -123,60 +215,31 @@ def test_two_ranks(tmp_path):
         finish(started, 0)
 
 
-@pytest.mark.parametrize('times', [1, 4])
-def test_sums_of_token_losses(times):
-    """Divided by the tokens of all micro-batches and ranks; once a step, or to each of the four over four."""
-    gpt, reference = tiny_gpt(), tiny_gpt('mu_loss')
-    tokens, targets = token_batch(1)
-    for i, (x, t) in enumerate(zip(tokens.split(1), targets.split(1), strict=True)):
-        loss = F.cross_entropy(gpt.logits(x)[0], t[0], reduction='sum') / targets.numel()
-        (loss + mu_loss(gpt.E, lam=0.3) / times if i < times else loss).backward()
-    reference(tokens, targets)[0].backward()
-    for p, q in zip(gpt.parameters(), reference.parameters(), strict=True):
-        close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
-
-
-def test_muon_beside_adamw():
-    """The hook is on the optimizer that steps E."""
-    gpt = tiny_gpt()
-    hidden = [p for p in gpt.blocks.parameters() if p.dim() == 2]
-    others = [p for p in gpt.parameters() if not any(p is q for q in hidden)]
-    optimizers = torch.optim.Muon(hidden, lr=0.01), adamw(others)
-    hook(optimizers[1], gpt)
-    gpt(*token_batch(1))[0].backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert shows_0(gpt.E)
+def test_refused():
+    """A shard of the rows, a matrix stored (H, V), one of the head's two matrices, a flat shard of FSDP1."""
+    E = normal(generator(0), 61, 16)
+    for wrong in (E[:31], E.T.contiguous(), E[:60], E.flatten()):
+        before = wrong.clone()
+        with pytest.raises(ValueError, match='61'):
+            center(wrong, 61)
+        assert torch.equal(wrong, before)
 
 
 def test_lora():
-    """The frozen matrix stays centered, and the merged one, which one evaluates, is not."""
-    h, E, B = normal(generator(0), 64, 16), normal(generator(1), 64, 16), normal(generator(2), 2, 16)
-    A = torch.zeros(64, 2, dtype=E.dtype, requires_grad=True)
-    center(E)
-    F.cross_entropy(h @ (E + A @ B).T, torch.arange(64) // 2).backward()
-    adamw([A]).step()
-    assert shows_0(E) and not shows_0(E + A.detach() @ B)
-
-
-def test_fp32_masters():
-    """An optimizer of fp32 copies, which are copied over the bf16 weights after each step."""
-    both_signs = torch.linspace(-3, 3, 16)  # the mean of all entries is 0, that of the rows is not
-    masters = (normal(generator(0), 61, 16).float() + both_signs).requires_grad_()
-    masters.grad = normal(generator(1), 61, 16).float()
-    weights = masters.detach().bfloat16()
-    center(weights)
-    adamw([masters]).step()
-    assert not shows_0(masters.detach().bfloat16())
-    center(masters)
-    assert shows_0(masters.detach().bfloat16())
-    with pytest.raises(AssertionError, match='FSDP1'):
-        center(masters.detach().flatten())
+    """Of adapters on the head, the mean of B's rows is that of the merged update."""
+    E, B, A = normal(generator(0), 61, 16), normal(generator(1), 61, 2), normal(generator(2), 2, 16)
+    center(E, 61)
+    assert (E + B @ A).mean(dim=0).norm() > 0.1
+    center(B, 61)
+    assert (E + B @ A).mean(dim=0).norm() < 1e-12
 
 
 def test_bias():
+    """A head bias has a mean of its own, which stays in the logits until it is centered too."""
     h, E, bias = normal(generator(0), 5, 16), normal(generator(1), 61, 16) + 1, normal(generator(2), 61) + 3
     before = (h @ E.T + bias).softmax(dim=1)
-    center(E, bias)
-    close((h @ E.T + bias).mean(dim=1), torch.zeros_like(h[:, 0]), rtol=0, atol=1e-12)
+    center(E, 61)
+    assert largest_mean_logit(h @ E.T + bias) > 2
+    center(bias, 61)
+    assert largest_mean_logit(h @ E.T + bias) < 1e-6
     close((h @ E.T + bias).softmax(dim=1), before, rtol=0, atol=1e-12)

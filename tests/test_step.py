@@ -1,5 +1,6 @@
 """What a run computes: defaults, data, batch order, the step, and all of a run written out."""
 import math
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import train
-from conftest import ROOT
+from conftest import refused
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
 from test_facts import close, equations, tiny_gpt, token_batch
+
+STEP = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmup=0, steps=9, seed=1)
 
 
 @pytest.fixture
@@ -40,17 +43,33 @@ def test_defaults_are_appendix_a(settled):
         args = settled(f'--size={size}')
         assert (args.n_layer, args.n_embd, args.n_head) == (n_layer, n_embd, 4)
     assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
-    git = f'git -C {ROOT} describe --always --dirty --abbrev=40 2>/dev/null'
-    assert args.commit == subprocess.getoutput(git)
 
 
 def test_every_gradient_is_cleared():
     """Also those of parameters that another optimizer has."""
     gpt = tiny_gpt()
-    optimizer = torch.optim.AdamW([gpt.E], fused=True)
-    args = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmup=0, steps=9)
-    train.train_step(gpt, optimizer, [token_batch(0)], 1, args)
+    train.train_step(gpt, torch.optim.AdamW([gpt.E], fused=True), [token_batch(0)], 1, STEP)
     assert all(p.grad is None for p in gpt.parameters())
+
+
+def test_groups():
+    """The learning rate of a group is the schedule's, times its lr_scale if a fork gives it one."""
+    gpt = tiny_gpt()
+    optimizer = torch.optim.AdamW([{'params': [gpt.E], 'lr_scale': 0.5}, {'params': [gpt.wte.weight]}])
+    train.train_step(gpt, optimizer, [token_batch(0)], 1, STEP)
+    assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.1]
+
+
+def test_what_a_step_draws(monkeypatch):
+    """It depends on the seed, the step and the rank, and on nothing before."""
+    gpt, drawn = tiny_gpt(), []
+    gpt.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
+    optimizer = torch.optim.AdamW(gpt.parameters())
+    for rank, step, seed in ((0, 1, 1), (0, 1, 1), (0, 2, 1), (1, 1, 1), (0, 1, 2), (0, 1, 20260101)):
+        monkeypatch.setattr(train, 'RANK', rank)
+        args = SimpleNamespace(**{**vars(STEP), 'seed': seed})
+        train.train_step(gpt, optimizer, [token_batch(0)], step, args)
+    assert drawn[0] == drawn[1] and len({*drawn}) == 5
 
 
 @pytest.mark.parametrize('flags, unit, dtype, micro_batch', [
@@ -75,23 +94,45 @@ def test_batch_order():
         assert (np.sort(order.reshape(-1, n)) == np.arange(n)).all()  # every epoch
 
 
-def test_fingerprints(tmp_path):
-    """
-    The first is what old runs have. The second sees every token of val shards, and of a train shard 16 blocks
-    of 8,192.
-    """
+def test_fingerprint(tmp_path):
+    """It sees every token of val shards, and of a train shard its length and 16 blocks of 8,192 tokens."""
     path, n = str(tmp_path / 'shard'), 400_000
-    tokens = np.random.RandomState(0).randint(0, 2**16, n)
+    tokens = np.random.RandomState(0).randint(1, 2**16, n)
 
     def fingerprints(n=n):
         Path(path).write_bytes(shard(tokens[:n]))
-        return [train.fingerprints(*shards) for shards in (([(path, n)], []), ([], [(path, n)]))]
-    assert {ends for ends, _ in fingerprints(100_000)} == {'57dbe8e8136aa5c0'}
+        return [train.fingerprint(*shards) for shards in (([(path, n)], []), ([], [(path, n)]))]
     before = fingerprints()
     for i, of_train in ((0, 1), (24_999, 0), (25_000, 1), (33_191, 1), (375_000, 1), (n - 1, 0)):
         tokens[i] ^= 1
-        assert [a[1] != b[1] for a, b in zip(before, fingerprints(), strict=True)] == [of_train, True]
+        assert [a != b for a, b in zip(before, fingerprints(), strict=True)] == [of_train, True]
         tokens[i] ^= 1
+    assert fingerprints(n - 1)[0] != before[0]
+    tokens[200_000:] = 0  # as where a copy was cut short
+    refused(fingerprints, path, 'zeros after token 200000')
+
+
+def test_record_code(tmp_path, monkeypatch):
+    """The commit and, of a tree that is not clean, the diff: a resumed run has those of all its parts."""
+    def git(*words):
+        return subprocess.run(['git', '-C', tmp_path, '-c', 'user.name=x', '-c', 'user.email=x', *words],
+                              capture_output=True, check=True).stdout
+    monkeypatch.setattr(train, '__file__', f'{tmp_path}/train.py')
+    (tmp_path / '.gitignore').write_text('out')
+    (tmp_path / 'out').mkdir()
+    git('init')
+    git('add', '.gitignore')
+    git('commit', '-m', 'x')
+    args = SimpleNamespace(commit='', out=str(tmp_path / 'out'))
+    train.record_code(args)
+    commit = git('rev-parse', 'HEAD').decode().strip()
+    assert args.commit == commit and not os.listdir(args.out)
+    (tmp_path / '.gitignore').write_text('out\n*.pt')
+    for _ in range(2):
+        train.record_code(args)
+    name, = os.listdir(args.out)
+    assert args.commit == f'{commit} {commit}-{name.removesuffix(".diff")}'
+    assert (tmp_path / 'out' / name).read_bytes() == git('diff', 'HEAD')
 
 
 @pytest.fixture
@@ -168,7 +209,7 @@ def test_a_run_written_out(method, clip, more, corpus_of_60, monkeypatch):
     log = log_of(run)
     assert len(log) == len(expected)
     for entry, right in zip(log, expected, strict=True):
-        values = {name: float(value) for name, value in right.items()}
+        values = {name: x.item() if torch.is_tensor(x) else x for name, x in right.items()}
         assert {name: entry[name] for name in values} == pytest.approx(values, rel=1e-9, abs=1e-12)
     n_params = sum(p.numel() for p in gpt.parameters() if p is gpt.E or p is not gpt.wte.weight)
     result = {'n_params': n_params, 'init_loss': log[0]['val_loss'], 'test_loss': log[-1]['test_loss'],

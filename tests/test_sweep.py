@@ -10,7 +10,8 @@ from itertools import product
 import pytest
 
 import train
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, refused
+from small_runs import shard
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
 
@@ -18,7 +19,12 @@ PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
 # name waits for the file `go`, the run BROKEN fails.
 PYTHON = r"""#!/usr/bin/env bash
 echo "$@" >>python
-case $1 in train.py) ;; analyze.py) exit $ANALYSIS ;; *) exit $TORCH ;; esac
+case $1 in
+  train.py) ;;
+  analyze.py) exit $ANALYSIS ;;
+  -) cat >check.py; printf '%s\0' "$@" >check.args; exit ;;
+  *) exit $TORCH ;;
+esac
 out=${!#} && out=${out#--out=} && name=${out##*/}
 echo "${CUDA_VISIBLE_DEVICES-}" >>started
 while [[ $name == *${HOLD-no run}* && ! -e go ]]; do sleep 0.01; done
@@ -40,7 +46,7 @@ class Sweep:
         shutil.copy(f'{ROOT}/sweep.sh', folder)
         (folder / 'bin/link').symlink_to('../sweep.sh')
         self.env = {**ENV, 'PATH': f'{folder}/bin:{ENV["PATH"]}', 'GPUS': 'NVIDIA-SMI has failed, again',
-                    'OUT': str(self.out), 'DATA': '.', 'JOBS': '2',
+                    'OUT': str(self.out), 'DATA': str(folder), 'JOBS': '2',
                     'METHODS': 'z_loss mu_loss', 'LRS': '1e-4 3e-4 1e-3 3e-2 0.1'}
         self.env.pop('CUDA_VISIBLE_DEVICES', None)
 
@@ -74,7 +80,8 @@ class Sweep:
     def plan(self, grid, **env):
         """The settings of a grid's runs, as train.py reads them from the commands of DRY_RUN=1."""
         lists = dict.fromkeys(('METHODS', 'LRS', 'OUT', 'DATA', 'JOBS'), '')
-        lines = self.run(grid=grid, **{**lists, 'DRY_RUN': '1', **env})[0].splitlines()
+        given = {**lists, 'DRY_RUN': '1', **env}
+        lines = self.run(grid=grid, script='sweep.sh', cwd='.', **given)[0].splitlines()
         return [train.parser.parse_args(shlex.split(line)[2:]) for line in lines]
 
 
@@ -103,7 +110,7 @@ def test_demo(fake):  # has the same dtypes on every CPU
     assert planned == {*product(PAPER, [0.01, 0.3], [0], ['bfloat16']), *shifted} and len(runs) == 16
     planned = fake.run(DATA='', LRS='0.1', DRY_RUN='1')[0].splitlines()
     fake.run(7, DATA='', LRS='0.1', ANALYSIS='7')
-    _, *started = (fake.folder / 'python').read_text().splitlines()
+    _, *started = (line for line in (fake.folder / 'python').read_text().splitlines() if line[:2] != '- ')
     prepare = 'prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib'
     trained = [' '.join(shlex.split(line)[1:]) for line in planned]
     assert [started[0], *sorted(started[1:])] == [prepare, f'analyze.py {fake.out}', *sorted(trained)]
@@ -116,6 +123,8 @@ def test_drift(fake):
     assert sorted(run.seed for run in runs) == 5 * [1] + 5 * [2] + 5 * [3]
     assert {(run.lr, run.steps, run.batch_size, run.block_size) for run in runs} == {(0.3, 12500, 8, 512)}
     assert {(run.eval_tokens, run.test_tokens) for run in runs} == {(2**20, 10 * 2**20)}
+    for grid in ('drift', 'demo'):  # the user's flags win
+        assert {run.batch_size for run in fake.plan(grid, FLAGS='--batch_size=16')} == {16}
     assert 'out/drift_16M/16M-untied-baseline-lr0.3-s2-fp32head' in {run.out for run in runs}
     assert ', 6 at a time' in fake.run(grid='drift', METHODS='baseline', LRS='1e-1', JOBS='')[0]
     assert 'none' in fake.run(2, grid='paper', DATA='none')[1]  # no shards, no run
@@ -127,6 +136,8 @@ def test_variables(fake):
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
     assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd &', 0.99, 8)
     assert run.out == 'o x/29M-tied-z_loss-lam3e-05-lr0.05-s7'
+    printed = fake.run(DRY_RUN='1', DATA='d', OUT='o')[0]  # called in bin, to which they are relative
+    assert f'--data={fake.folder}/bin/d ' in printed and f'--out={fake.folder}/bin/o/tiny-' in printed
 
 
 @pytest.mark.parametrize('env, given', [
@@ -146,9 +157,9 @@ def test_free_gpu(fake):
 
 
 @pytest.mark.parametrize('kill, name, done', [
-    (os.killpg, 'INT', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
+    (os.killpg, 'INT', 2), (os.kill, 'TERM', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
 def test_killed_sweep(fake, kill, name, done):
-    """Ctrl-C goes to the process group; what kills sweep.sh alone lets its two runs end."""
+    """Its two runs end too; not if it is killed alone by what it cannot catch."""
     sweep = fake.held(4, 2, HOLD='lr0.0003')
     kill(sweep.pid, getattr(signal, f'SIG{name}'))
     sweep.wait(timeout=60)
@@ -163,11 +174,12 @@ def test_skipped_runs(fake):
     """What is done with the same settings, of which JOBS is none; for a copy, as sbatch starts one, too."""
     settings = {'LRS': '0.1'}
     for todo, name, value in ((2, 'JOBS', '2'), (0, 'JOBS', '1'), (2, 'STEPS', '7'), (2, 'FLAGS', '--eps=1'),
-                              (2, 'FLAGS', ''), (2, 'DATA', 'data/stdlib')):
+                              (2, 'FLAGS', ''), (2, 'DATA', '../data/stdlib')):
         settings[name] = value
         assert fake.run(**settings)[0].startswith(f'{todo} of 2 runs')
     (fake.out / 'tiny-untied-z_loss-lr0.1-s1/result.json').unlink()
     copy = shutil.copy(fake.folder / 'sweep.sh', fake.folder / 'bin/copy')
+    settings['DATA'] = f'{fake.folder}/bin/../data/stdlib'
     assert fake.run(script=copy, cwd='.', **settings)[0].startswith('1 of 2 runs')
 
 
@@ -181,7 +193,36 @@ def test_failed_run(fake):
 
 @pytest.mark.parametrize('wrong, named', [
     ({'JOBS': '0'}, 'JOBS=0'), ({'NPROC': '7', 'grid': 'paper', 'CUDA_VISIBLE_DEVICES': '0'}, 'NPROC=7'),
-    ({'LRS': '1e-1 0.1'}, '-lr0.1-s1'), ({'grid': 'demo demo'}, 'demo demo'), ({}, 'torch')])
+    ({'LRS': '1e-1 0.1'}, '-lr0.1-s1'), ({'grid': 'demo demo'}, 'demo demo'), ({}, 'torch'),
+    ({'METHOD': 'mu_loss'}, 'METHODS'), ({'TYING': 'False'}, 'TYING=False')])
 def test_wrong_settings(fake, wrong, named):
     line = fake.run(2, TORCH='1', **wrong)[1].splitlines()[-1]
     assert line.startswith('error: ') and named in line and not fake.out.exists()
+
+
+@pytest.mark.parametrize('wrong, named', [
+    ({}, ''), ({'METHODS': 'baseline mu-loss'}, "'mu-loss'"), ({'FLAGS': '--bta=1'}, '--bta=1'),
+    ({'SEEDS': '1 01'}, '-s01'), ({'LAMS': 'default 1e-4'}, '-lam0.0001-'),
+    ({'SEEDS': '1 2', 'FLAGS': '--seed=3'}, '-s2'), ({'STEPS': '7'}, 'its steps'),
+    ({'DATA': 'other'}, 'its data_fingerprint'), ({'DATA': 'other', 'STEPS': '7', 'OUT': 'new'}, '')])
+def test_what_is_refused_before_the_first_run(fake, wrong, named, corpus, monkeypatch):
+    """By a check that gets the flags of every run and the folder, which has a run; made in this process."""
+    tokens = train.read_shard(f'{corpus}/stdlib_val_000000.bin')
+    for split in ('train', 'val'):
+        (fake.folder / 'bin/other').mkdir(exist_ok=True)
+        (fake.folder / f'bin/other/x_{split}_000000.bin').write_bytes(shard(tokens))
+    shards = [train.Windows(corpus, split, 1, 257).shards for split in ('train', 'val')]
+    args = train.resolve_args(train.parser.parse_args(
+        ['--size=tiny', '--lr=0.5', '--steps=300', f'--data={corpus}']))
+    (fake.out / 'old').mkdir(parents=True)
+    config = {**vars(args), 'data_fingerprint': train.fingerprint(*shards)}
+    train.save(config, f'{fake.out}/old/config.json')
+    fake.run(**{'grid': 'paper', 'SIZES': 'tiny', 'TYING': 'untied', 'LRS': '1', 'STEPS': '300',
+                'DATA': corpus, **wrong})
+    monkeypatch.setattr('sys.argv', (fake.folder / 'check.args').read_text().split('\0')[:-1])
+    code = compile((fake.folder / 'check.py').read_text(), 'check', 'exec')
+    refused(lambda: exec(code, {}), named) if named else exec(code, {})
+
+
+def test_help(fake):
+    assert 'METHODS' in fake.run(grid='--help')[0]

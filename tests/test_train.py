@@ -8,7 +8,6 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -29,14 +28,15 @@ def whole(corpus, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp('runs') / 'whole')
     wandb = SimpleNamespace(init=lambda **given: SENT.append((given['id'], given['resume'])),
                             log=lambda record, step: SENT.append(step))
-    with mock.patch.dict(sys.modules, wandb=wandb):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, 'wandb', wandb)
         train.main([*SMALL, *LONG, f'--data={corpus}', f'--out={folder}', '--wandb=mine'])
     return folder
 
 
 def test_what_a_run_leaves(whole, trained, tmp_path):
-    assert set(os.listdir(whole)) == {'.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_20.pt',
-                                      'model_40.pt', 'result.json'}
+    assert {name for name in os.listdir(whole) if not name.endswith('.diff')} == {  # of code not committed
+        '.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_20.pt', 'model_40.pt', 'result.json'}
     log, result, saved = log_of(whole), result_of(whole), load(whole)
     assert [e['step'] for e in log if 'loss' in e] == [1, *range(5, 41, 5)]
     assert [e['step'] for e in log if 'val_loss' in e] == [0, 10, 20, 30]
@@ -131,11 +131,22 @@ def test_init_from_a_checkpoint(whole, corpus, trained, tmp_path):
     assert all(state['step'] == 40 for state in optimizer['state'].values())
     assert {(*group['betas'], group['eps']) for group in optimizer['param_groups']} == {(0.9, 0.5, 1e-5)}
     refused(lambda: trained('other', *flags, '--lr=1'), f'{other} has lr=0.03')  # and not of the source
+    refused(lambda: trained('new', *flags, '--steps=20'), source, '--steps=20')  # it is of step 20
 
     argv = [*SMALL, f'--data={corpus}', f'--out={tmp_path}/killed', *flags]
     finish(process(train.main, argv, prepare=(killed_at, 32)), -signal.SIGKILL)
     os.unlink(source)
     assert_same(state_of(trained('killed', *flags)), state_of(other))
+
+
+def test_other_groups(whole, trained, monkeypatch):
+    """Moments are kept by a parameter's place in its group: in other groups they would be another's."""
+    def make_model(args, make=train.make_model):
+        gpt, optimizer = make(args)
+        E, *others = gpt.parameters()
+        return gpt, torch.optim.AdamW([{'params': [E]}, {'params': others}])
+    monkeypatch.setattr(train, 'make_model', make_model)
+    refused(lambda: trained('run', *LONG, f'--init_from={whole}/model_20.pt'), 'model_20.pt', 'groups')
 
 
 def test_init_from_a_model(whole, trained):
@@ -147,7 +158,33 @@ def test_init_from_a_model(whole, trained):
     assert result_of(run)['init_loss'] is None
 
 
-def test_rank_without_world_size(monkeypatch):
-    """It is no rank, but something that a launcher has left."""
+@pytest.mark.parametrize('flags, before, now', [
+    (('--cap=3',), 'cap=3.0', 'None'), (('--method=norm_softmax',), 'method=norm_softmax', 'baseline')])
+def test_another_head(flags, before, now, trained, capsys):
+    """That of the source of --init_from is not this command's: it is said, as no weight tells."""
+    source = trained('source', '--steps=2', *flags)
+    trained('run', '--steps=2', f'--init_from={source}/model.pt')
+    assert f'model.pt has {before}, this run {now}\n' in capsys.readouterr().out
+    trained('again', '--steps=2', f'--init_from={source}/model.pt', *flags)
+    assert ', this run' not in capsys.readouterr().out
+
+
+def test_environment(monkeypatch):
+    """A RANK without a WORLD_SIZE is something that a launcher has left; TF32 is nobody's fp32."""
     monkeypatch.setenv('RANK', '1')
+    torch.set_float32_matmul_precision('high')
     assert runpy.run_path(train.__file__)['master_process']
+    assert torch.get_float32_matmul_precision() == 'highest'
+    assert train.resolve_args(train.parser.parse_args([])).matmul_precision == 'highest'
+
+
+@pytest.mark.parametrize('meta, said', [
+    (None, 'no meta.json: --vocab_size=50257'), ({'vocab_size': 257, 'finished': False}, 'not finished'),
+    ({'vocab_size': 257, 'finished': True, 'eot': 256}, '')])
+def test_meta_of_the_data(meta, said, tmp_path, capsys):
+    if meta:
+        train.save(meta, f'{tmp_path}/meta.json')
+    args = train.resolve_args(train.parser.parse_args([f'--data={tmp_path}']))
+    assert (args.vocab_size, args.eot) == (320 if meta else 50304, (meta or {}).get('eot'))
+    printed = capsys.readouterr().out
+    assert said in printed and bool(said) == bool(printed)

@@ -1,9 +1,8 @@
-"""The csv files of this folder -> the tables of README.md, in the terminal, and figure.png"""
+"""tiny.csv, 16M.csv and curves.csv -> the tables of README.md, in the terminal, and figure.png"""
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 
 HERE = Path(__file__).parent
@@ -11,75 +10,63 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from analysis import report  # noqa: E402
 
-# with methods of older code
-NAMES = {**report.NAMES, 'muon_head': 'Muon on the head', 'zipf_centering': 'Zipf-centering'}
-COLORS = {**report.COLORS, 'muon_head': '#1B1464', 'zipf_centering': '#0B6623'}
-
-LONG = 1000  # steps of the runs at a constant learning rate
+COLORS = {**report.COLORS, 'fp32 logits': 'black'}
+NAMES = {**report.NAMES, 'fp32 logits': 'baseline, fp32 logits'}
 
 
-def table(runs):
-    """Test losses by method and norm: of one run, or mean [lowest, highest] over the seeds."""
-    seeds = runs.groupby(['cpu', 'method', 'logits_dtype', 'mu_shift']).test_loss
-    cells = seeds.mean().map('{:.2f}'.format)
-    spread = seeds.min().map(' [{:.2f}, '.format) + seeds.max().map('{:.2f}]'.format)
-    return cells.where(seeds.count() == 1, cells + spread).unstack().fillna('')
+def table(runs, rows, columns, digits=2):
+    """Test losses: mean [lowest, highest] over the seeds, or that of the only one."""
+    seeds = runs.groupby([*rows, columns], sort=False).test_loss
+    number = f'{{:.{digits}f}}'.format
+    cells = seeds.mean().map(number)
+    spread = ' [' + seeds.min().map(number) + ', ' + seeds.max().map(number) + ']'
+    return cells.where(seeds.count() == 1, cells + spread).unstack().fillna('').to_string()
 
 
-def gaps(curves, windows=((21, 60), (261, 300), (701, 1000))):
-    """The baseline's training loss above mu_centering's, means over these steps, and its mean logit there."""
-    rows = []
-    for first, last in windows:
-        means = curves[curves.step.between(first, last)].groupby(['seed', 'method']).mean()
-        loss = means.loss.unstack()
-        logit = means.logit_mean.unstack()
-        rows += [{'steps': f'{first} to {last}', 'seed': seed, 'gap': gap, 'mean logit': logit.baseline[seed]}
-                 for seed, gap in (loss.baseline - loss.mu_centering).items()]
-    return pd.DataFrame(rows)
-
-
-def excess(runs, by):
-    """The runs and their test loss above mu_centering's mean over seeds, in the same setting."""
-    centered = runs[runs.method == 'mu_centering'].groupby(by).test_loss.mean().rename('centered')
-    runs = runs.merge(centered, on=by)
-    return runs.assign(excess=runs.test_loss - runs.centered)
-
-
-def draw(runs, authors):
-    """Left: what runs lose, against where mu ends. Right: what rounding the logits costs the final models."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout='constrained')
-    usual = runs[runs.logits_dtype == 'bfloat16']
-    for method, rows in excess(usual, ['mu_shift', 'steps', 'cpu']).groupby('method', sort=False):
-        left.plot(rows.mu_norm, rows.excess, 'o', color=COLORS[method], label=NAMES.get(method, method))
-    published = excess(authors, ['size', 'lr'])
-    for method, rows in (('baseline', published[published.method == 'baseline']),
-                         ('z_loss', published[(published.method == 'z_loss') & (published.lam == 1e-4)])):
-        left.plot(rows.mu_norm, rows.excess, 'x', color=COLORS[method],
-                  label=f"{NAMES.get(method, method)}, the authors' five sizes")
-    left.set(xlabel=r'$\|\mu\|$ at the end', ylabel='test loss above μ-centering, nats')
-    left.set_xscale('symlog', linthresh=1)
-    left.set_yscale('symlog', linthresh=0.1)
-    left.legend(fontsize=7)
-
-    for (method, dtype), rows in runs.groupby(['method', 'logits_dtype'], sort=False):
-        marker, label = ('^', f'{method}, fp32 head') if dtype == 'float32' else ('o', None)
-        right.plot(rows.logit_mean.abs(), rows.rounding_loss, marker, color=COLORS[method], label=label)
-    mean = np.geomspace(8, 8192, 2000)
-    half = 2.0 ** (np.floor(np.log2(mean)) - 8)  # half of the distance between neighbouring bf16 numbers
-    right.plot(mean, np.log(np.sinh(half) / half), color='black', linewidth=0.8,
-               label='independent, uniform errors')
-    right.set(xlabel='|mean logit| at the end',
-              ylabel='test loss, bf16 logits - fp32 logits, nats')
-    right.set_xscale('symlog', linthresh=1)
-    right.set_yscale('symlog', linthresh=1e-3)
-    right.legend(fontsize=7)
-    figure.suptitle(
-        'Test loss against ‖μ‖, and what rounding final logits costs (dots: 16M after a shift)')
-    figure.savefig(HERE / 'figure.png', dpi=160)
+def draw(runs, curves):
+    """Left: test loss against the planted norm. Right: training loss at a constant learning rate."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout='constrained')
+    runs = runs[(runs.steps == 300) & (runs.loss == 'now') & runs['head'].isin(['bfloat16', 'float32'])]
+    for name, rows in runs[runs.mu_shift <= 1000].groupby('label', sort=False):
+        line = rows.groupby('mu_shift').test_loss
+        left.plot(rows.mu_shift, rows.test_loss, '.', color=COLORS[name])
+        left.plot(line.mean(), color=COLORS[name], label=NAMES[name])
+    left.set(xlabel='norm of the planted vector', ylabel='test loss, nats', yscale='log')
+    left.set_yticks([2, 3, 4, 6, 10, 20], [2, 3, 4, 6, 10, 20])
+    left.minorticks_off()
+    left.legend(fontsize=8)
+    for (name, seed), rows in curves.groupby(['label', 'seed'], sort=False):
+        loss = rows.set_index('step').loss_of_step.rolling(10).mean()
+        right.plot(loss, color=COLORS[name], linewidth=1, label=NAMES[name] if seed == 1 else None)
+    right.set(xlabel='step, norm 331, three seeds', ylabel='training loss, over 200 steps')
+    right.legend(fontsize=8)
+    figure.savefig(HERE / 'figure.png', dpi=140)
 
 
 if __name__ == '__main__':
-    runs = pd.read_csv(HERE / 'results.csv')
-    draw(runs[runs.steps != LONG], pd.read_csv(HERE.parent / 'authors' / 'results.csv'))
-    print(table(runs[runs.steps != LONG]).to_string())
-    print(gaps(pd.read_csv(HERE / 'curves.csv')).to_string())
+    pd.set_option('display.width', 200, 'display.max_columns', 30, 'display.precision', 3)
+    tiny, large, curves = (pd.read_csv(HERE / f'{name}.csv') for name in ('tiny', '16M', 'curves'))
+    for runs in (tiny, large, curves):
+        runs['label'] = runs.method.where(runs['head'] != 'float32', 'fp32 logits')
+    short = tiny[tiny.steps == 300]
+    usual = short['head'].isin(['bfloat16', 'float32'])
+    print('tiny', table(short[usual & (short.loss == 'now')], ['label'], 'mu_shift'), sep='\n')
+    print('16M', table(large[large.loss == 'now'], ['label'], 'mu_shift'), sep='\n')
+    for name, runs in (('tiny', short[usual]), ('16M', large)):
+        both = runs.groupby(['label', 'mu_shift']).loss.transform('nunique') == 2
+        print(f'{name}, before and now', table(runs[both], ['label', 'mu_shift'], 'loss'), sep='\n')
+    parts = short[(short.method == 'baseline') & (short.loss == 'now') & (short.mu_shift == 331)]
+    print('parts', table(parts, ['head'], 'mu_shift'), sep='\n')
+    final = pd.concat([short[usual].assign(size='tiny'), large.assign(size='16M')]).query('loss == "now"')
+    final['rounding'] = final.loss_bfloat16 - final.loss_float32
+    final = final.groupby(['size', 'label', 'mu_shift'], sort=False)
+    print(final[['mu_norm', 'logit_mean', 'logit_mean_spread', 'rounding']].agg(['min', 'max']).to_string())
+    usual = short[usual & (short.loss == 'now')].set_index(['label', 'mu_shift', 'seed']).test_loss
+    gap = usual - usual.loc['mu_centering'].reindex(usual.index.droplevel('label')).to_numpy()
+    print('tiny, above mu_centering', gap.groupby(['label', 'mu_shift']).agg(['min', 'max']).T, sep='\n')
+    windows = pd.cut(curves.step, [0, 100, 300, 600, 1000, 1500])
+    means = curves.groupby([windows, 'label', 'seed'], observed=True)[['loss_of_step', 'logit_mean']].mean()
+    loss = means.loss_of_step.unstack('label')
+    print('above mu_centering, by steps', loss.sub(loss.mu_centering, axis=0).unstack().round(2), sep='\n')
+    print(means.logit_mean.unstack(['label', 'seed']).round(1))
+    draw(tiny, curves)
