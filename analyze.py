@@ -167,7 +167,7 @@ def read_run(folder):
     """A run's settings and results, and its curve. Raises an error of some kind if a file is damaged."""
     settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    if 'val_loss' not in log[0]:
+    if 'val_loss' not in log[0] or 'data_checksum' in settings:
         raise ValueError('a run of an older version of train.py')
     run = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
     if (folder / 'result.json').exists() and not {*REQUIRED, 'init_loss', 'model_step'} <= run.keys():
@@ -262,11 +262,11 @@ def check_runs(ok, runs, message):
     check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
 
 
-def check_comparable(runs):
+def check_comparable(runs, names=COMPARABLE, by=('size', 'weight_tying')):
     """Refuses runs of one size and tying whose losses cannot be compared. An empty cell is unknown."""
-    for name in COMPARABLE:
+    for name in names:
         value = runs[name].where(runs[name] != '')
-        expected = value.groupby([runs['size'], runs.weight_tying]).transform('first')
+        expected = value.groupby([runs[column] for column in by]).transform('first')
         check_runs(value.isna() | (value == expected), runs,
                    f'its {name} differs from that of other runs of its size; analyse them apart')
 
@@ -289,10 +289,7 @@ def complete(runs):
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
     runs = name_variants(runs)
-    of_variant = runs.groupby(['variant', 'size', 'weight_tying'])
-    n_params = of_variant.n_params.transform('first')
-    check_runs(runs.n_params.isna() | (runs.n_params == n_params), runs,
-               'its n_params differs from that of other runs of its size; analyse them apart')
+    check_comparable(runs, ['n_params'], ('variant', 'size', 'weight_tying'))
     check_runs(~runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed']), runs,
                'a second run of its method, size, lr and seed')
 

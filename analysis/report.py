@@ -58,15 +58,15 @@ def lrs_table(lrs, columns, title):
     cells, lowest, highest = (
         lrs[column].map('{:.3f}'.format) for column in ('lrs_n1', 'lrs_n1_lowest', 'lrs_n1_highest'))
     texts = lrs.variant + ' ' + cells
-    won = '; '.join(f'{size} {", ".join(texts[best & (lrs["size"] == size)]) or "no method for sure"}'
-                    for size in lrs['size'].unique())
+    won = '; '.join(f'{size} {", ".join(part[best[part.index]]) or "undecided, as ranges overlap"}'
+                    for size, part in texts.groupby(lrs['size'], sort=False))
     cells = cells.where(complete, cells + ' (' + lrs.n_lrs.astype(str) + ' lr)')
     cells = cells.mask(lrs.behind == 0, '<u>' + cells + '</u>')
     cells = cells.mask(best, '<b>' + cells + '</b>')
     cells = cells.mask(lrs.seeds > 1, cells + ' [' + lowest + ', ' + highest + ']')
     cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
     cells = cells.where(lrs.lrs_n1.notna(), '-').set_axis(pd.MultiIndex.from_frame(lrs[['size', columns]]))
-    return dict(title=title, message=f'{title}: lowest, which is best, {won}.',
+    return dict(title=title, message=f'{title}: lowest, which is best: {won}.',
                 rows=grid(cells).rename(columns={'size': 'N'}), caption=(
         'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
         'means over seeds [lowest, highest]. Bold: the lowest of its size, unless the ranges of others reach '
