@@ -30,14 +30,14 @@ def draw(runs, curves):
     for name, rows in runs[runs.mu_shift <= 1000].groupby('label', sort=False):
         line = rows.groupby('mu_shift').test_loss
         left.plot(rows.mu_shift, rows.test_loss, '.', color=COLORS[name])
-        left.plot(line.mean(), color=COLORS[name], label=NAMES[name])
+        left.plot(line.mean(), color=COLORS[name], label=NAMES.get(name, name))
     left.set(xlabel='norm of the planted vector', ylabel='test loss, nats', yscale='log')
     left.set_yticks([2, 3, 4, 6, 10, 20], [2, 3, 4, 6, 10, 20])
     left.minorticks_off()
     left.legend(fontsize=8)
     for (name, seed), rows in curves.groupby(['label', 'seed'], sort=False):
         loss = rows.set_index('step').loss_of_step.rolling(10).mean()
-        right.plot(loss, color=COLORS[name], linewidth=1, label=NAMES[name] if seed == 1 else None)
+        right.plot(loss, color=COLORS[name], linewidth=1, label=NAMES.get(name, name) if seed == 1 else None)
     right.set(xlabel='step, norm 331, three seeds', ylabel='training loss, over 200 steps')
     right.legend(fontsize=8)
     figure.savefig(HERE / 'figure.png', dpi=140)
