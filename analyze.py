@@ -396,7 +396,7 @@ def collect(folders, out):
         (finished if is_finished else others).append(run)
         curves.append(curve)
         datasets.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
-    check(finished, '; '.join(missing) or f'{" ".join(folders)}: no run in there')
+    check(finished, f'{" ".join(folders)}: no finished run in there; {"; ".join(missing[:2])}')
     runs = pd.DataFrame(finished)
     runs = complete(runs[[name for name in runs if name in {*RESULTS, *FLAGS}]])
 
