@@ -86,13 +86,17 @@ def report(runs):
     small = published[published.logit_mean.abs() < 64]
     print('below 64', small[['excess', 'predicted']].describe(percentiles=[0.05, 0.95]), sep='\n')
     print(small.nlargest(1, 'excess')[shown])
-    every = pd.read_csv(RESULTS / 'authors/results.csv').query('lr == 0.3')
-    keys = ['weight_tying', 'size']
-    z_loss = every[(every.method == 'z_loss') & (every.lam == 1e-4)].set_index(keys)
-    mu_loss = every[(every.method == 'mu_loss') & (every.lam == 1e-4)].set_index(keys)
-    z_loss = z_loss.assign(excess=z_loss.test_loss - mu_loss.test_loss,
-                           predicted=cost(z_loss.logit_mean, z_loss.logit_mean_spread))
-    print('z-loss at 0.3', z_loss[['logit_mean', 'excess', 'predicted']], sep='\n')
+    every = pd.read_csv(RESULTS / 'authors/results.csv').set_index(['weight_tying', 'size', 'lr'])
+    usual = every.lam.isna() | (every.lam == 1e-4)
+    mu_loss = every[usual & (every.method == 'mu_loss')].test_loss
+    every['excess'] = every.test_loss - mu_loss.reindex(every.index)
+    # of weight decay the spread is not known: half of the mean logit, the median of the others
+    every['predicted'] = cost(every.logit_mean, every.logit_mean_spread.fillna(every.logit_mean.abs() / 2))
+    every['ratio'] = every.excess / every.predicted
+    decay = every[(every.method == 'weight_decay') & (every.logit_mean.abs() >= 64)]
+    z_loss = every[usual & (every.method == 'z_loss')].query('lr == 0.3')
+    for rows in (decay, z_loss):
+        print(rows[['method', 'logit_mean', 'excess', 'predicted', 'ratio']])
     for name, rows in (('all', published), ('baselines', published[published.method == 'baseline']),
                        ('ours', runs[runs.source != 'authors'])):
         octaves = rows.groupby(2 ** np.log2(rows.logit_mean.abs().clip(32)).astype(int))[['excess', 'ratio']]
