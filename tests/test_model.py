@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from model import GPT, SIZES, GPTConfig, rotate
+from model import GPT, SIZES, GPTConfig, gpt_config, rotate
 from small_runs import float64_model
 from test_facts import F64, close, generator, tiny_gpt, token_batch
 
@@ -25,18 +25,18 @@ def settings(*flags):
 
 
 def test_published_sizes():
-    with torch.device('meta'):
-        for size, millions in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
-            for tying in (False, True):
-                n = GPT(GPTConfig(**SIZES[size], weight_tying=tying)).n_params()
-                assert round(n / 1e6, 1) == millions
+    for size, millions in {'16M': 15.6, '29M': 28.6, '57M': 57.3, '109M': 108.4, '221M': 220.8}.items():
+        for tying in ('--weight_tying', '--no-weight_tying'):
+            with torch.device('meta'):
+                gpt = GPT(gpt_config(vars(settings(f'--size={size}', '--vocab_size=50304', tying))))
+            assert (round(gpt.n_params() / 1e6, 1), gpt.blocks[0].attn.n_head) == (millions, 4)
 
 
 @pytest.mark.parametrize('tying', [False, True])
 def test_initial_weights(tying):
     gpt = GPT(GPTConfig(**SIZES['16M'], vocab_size=640, weight_tying=tying))
     H, L, hidden = 224, 6, 768
-    mlp, head = math.sqrt(2 / (H + hidden)), math.sqrt(2 / (H + 640))
+    mlp, head = math.sqrt(2 / (H + hidden)), math.sqrt(2 / (H + 640))  # Xavier
     expected = {'attn.qkv': math.sqrt(2 / (4 * H)), 'attn.proj': 0.02 / math.sqrt(2 * L), 'mlp.gate': mlp,
                 'mlp.up': mlp, 'mlp.down': mlp, 'lm_head': head, 'wte': head if tying else H ** -0.5}
     for name, p in gpt.named_parameters():
@@ -107,21 +107,21 @@ def test_transformer(rope_fraction):
     assert ((gpt.hidden(tokens) - hidden).abs().amax(dim=(0, 2)) > 1e-12).tolist() == [False] * 9 + [True] * 7
 
 
-def test_dtypes():
-    """Of matmuls that of --dtype; norms, weights and gradients are in fp32."""
-    gpt = tiny_gpt(dtype='bfloat16', logits_dtype='bfloat16')
-    seen = []
-    attn, mlp = gpt.blocks[0].attn, gpt.blocks[0].mlp
-    for module in (attn.qkv, attn.norm_q, attn.norm_k, attn.proj, mlp.gate, mlp.down):
-        module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    stream = []
-    for module in (gpt.blocks[0].norm_1, gpt.blocks[0].norm_2, gpt.norm_f):
-        module.register_forward_hook(lambda _, inputs, output: stream.append(inputs[0].dtype))
-    gpt(*token_batch(0))[0].backward()
-    low, fp32 = torch.bfloat16, torch.float32
-    assert seen == [low, fp32, fp32, low, low, low]
-    assert stream == 3 * [fp32]  # the residual stream, from the embedding on
-    assert all(p.dtype == p.grad.dtype == fp32 for p in gpt.parameters())
+def test_dtypes(monkeypatch):
+    """Matmuls are in bf16, the residual stream in fp32, as are QK-LayerNorm and RoPE, rounded once after."""
+    gpt = tiny_gpt(dtype='bfloat16')
+    block, low, streams, q_and_k = gpt.blocks[0], [], [], []
+    for module in (block.attn.qkv, block.attn.proj, block.mlp.gate, block.mlp.down):
+        module.register_forward_hook(lambda module, inputs, output: low.append(output))
+    for module in (block.norm_1, block.norm_2, gpt.norm_f):  # from the embedding on
+        module.register_forward_hook(lambda module, inputs, output: streams.append(*inputs))
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, k, v, **_: q_and_k.extend((q, k)) or v)
+    gpt.hidden(token_batch(0)[0])
+    assert {x.dtype for x in streams} == {torch.float32}
+    assert {x.dtype for x in [*low, *q_and_k]} == {torch.bfloat16}
+    for x, y in zip(low[0].double().view(4, 16, 3, 2, 8).unbind(2), q_and_k, strict=False):
+        exact = rotate(F.layer_norm(x, (8,)), gpt.cos, gpt.sin).transpose(1, 2)
+        assert ((y - exact).abs() <= 1.001 * BF16_UNIT * exact.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize('size', SIZES if torch.cuda.is_available() else ['16M'])
@@ -143,9 +143,8 @@ def test_gradients_against_float64(dtype, tolerance, size):
 
 
 def test_zero_is_a_setting():
-    """And no default."""
     config = tiny_gpt('mu_loss', lam=0.0, rope_fraction=0.0).config
-    assert (config.lam, config.rope_fraction) == (0, 0)
+    assert (config.lam, config.rope_fraction) == (0, 0)  # and no default
 
 
 def test_fp32_logits_of_a_bf16_trunk():
@@ -157,15 +156,3 @@ def test_fp32_logits_of_a_bf16_trunk():
     h = gpt.hidden(tokens).double().flatten(0, 1)
     loss = F.cross_entropy(h @ gpt.E.double().T, targets.flatten())
     assert gpt(tokens, targets)[1]['loss'].mean().item() == pytest.approx(loss.item(), abs=1e-4)
-
-
-def test_q_and_k_are_rounded_once(monkeypatch):
-    """LayerNorm and RoPE are in fp32, from the bf16 that qkv gives to the bf16 that attention gets."""
-    gpt, made, got = tiny_gpt(dtype='bfloat16'), [], []
-    gpt.blocks[0].attn.qkv.register_forward_hook(lambda module, inputs, qkv: made.append(qkv))
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, k, v, **_: got.extend((q, k)) or v)
-    gpt.hidden(token_batch(0)[0])
-    for x, y in zip(made[0].double().view(4, 16, 3, 2, 8).unbind(2), got, strict=False):
-        exact = rotate(F.layer_norm(x, (8,)), gpt.cos, gpt.sin).transpose(1, 2)
-        assert y.dtype == torch.bfloat16
-        assert ((y - exact).abs() <= 1.001 * BF16_UNIT * exact.abs() + 1e-6).all()

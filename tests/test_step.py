@@ -33,31 +33,20 @@ def test_defaults_are_appendix_a(settled):
         weight_tying=False, rope_fraction=0.5, method='baseline', lam=None, cap=None, mu_shift=0.0,
         device='cuda', compile=True, eval_every=5000, eval_tokens=1_048_576, test_tokens=10_485_760, seed=1,
         ckpt_every=1000)
-    args = vars(settled())
-    assert {name: args[name] for name in expected} == expected
+    assert expected.items() <= vars(settled()).items()
     assert {settled(f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
     assert settled('--method=max_z_loss').lam == 2e-4 and settled('--method=cosine_reg').lam == 1
     assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
-    sizes = {'16M': (6, 224), '29M': (9, 320), '57M': (12, 480), '109M': (15, 640), '221M': (21, 832)}
-    for size, (n_layer, n_embd) in sizes.items():
-        args = settled(f'--size={size}')
-        assert (args.n_layer, args.n_embd, args.n_head) == (n_layer, n_embd, 4)
     assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
 
 
-def test_every_gradient_is_cleared():
-    """Also those of parameters that another optimizer has."""
-    gpt = tiny_gpt()
-    train.train_step(gpt, torch.optim.AdamW([gpt.E], fused=True), [token_batch(0)], 1, STEP)
-    assert all(p.grad is None for p in gpt.parameters())
-
-
 def test_groups():
-    """The learning rate of a group is the schedule's, times its lr_scale if a fork gives it one."""
+    """A group has the schedule's rate times its lr_scale; gradients outside of groups are cleared too."""
     gpt = tiny_gpt()
     optimizer = torch.optim.AdamW([{'params': [gpt.E], 'lr_scale': 0.5}, {'params': [gpt.wte.weight]}])
     train.train_step(gpt, optimizer, [token_batch(0)], 1, STEP)
     assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.1]
+    assert all(p.grad is None for p in gpt.parameters())
 
 
 def test_what_a_step_draws(monkeypatch):
@@ -135,43 +124,36 @@ def test_record_code(tmp_path, monkeypatch):
     assert (tmp_path / 'out' / name).read_bytes() == git('diff', 'HEAD')
 
 
-@pytest.fixture
-def corpus_of_60(tmp_path):
-    """A folder with one val shard and three train shards of 60 tokens, one shard empty."""
-    for i, (name, n) in enumerate([('val_000000', 900), ('train_000000', 1200), ('train_000001', 0),
-                                   ('train_000002', 48 * 16 + 1)]):
+def make_shards(folder, split, lengths):
+    """Writes shards of a vocabulary of 60 and returns their windows (n, 17), one after another."""
+    windows = []
+    for i, n in enumerate(lengths):
         tokens = np.cumsum(np.random.RandomState(i).randint(0, 3, n)) % 60
-        (tmp_path / f'x_{name}.bin').write_bytes(shard(tokens))
-    (tmp_path / 'meta.json').write_text('{"vocab_size": 60}')
-    return tmp_path
-
-
-def windows_of(folder, split):
-    """The windows (n, 17) of all shards, by hand."""
-    shards = [np.fromfile(path, '<u2')[512:] for path in sorted(folder.glob(f'x_{split}_*.bin'))]
-    windows = [tokens[i:i + 17] for tokens in shards for i in range(0, len(tokens) - 16, 16)]
-    return torch.from_numpy(np.stack(windows).astype(np.int64))
+        (folder / f'x_{split}_{i:06d}.bin').write_bytes(shard(tokens))
+        windows += [tokens[start:start + 17] for start in range(0, n - 16, 16)]
+    return torch.from_numpy(np.stack(windows))
 
 
 @pytest.mark.parametrize('method, clip, more', [
     ('baseline', 0, ()), ('z_loss', 0.05, ('--lam=0.3',)), ('mu_loss', 0.05, ('--lam=0.3',)),
     ('baseline', 1, ('--weight_tying', '--warmup=0', '--min_lr=0.03'))])
-def test_a_run_written_out(method, clip, more, corpus_of_60, monkeypatch):
+def test_a_run_written_out(method, clip, more, tmp_path, monkeypatch):
     """
     train.main, its log and its result, in float64. In two micro-batches the penalty counts once. What other
     methods do in a step is in test_facts.py.
     """
     monkeypatch.setattr(train, 'make_model', float64_model)
-    run, tying = corpus_of_60 / 'run', '--weight_tying' in more
-    train.main([*SMALL, f'--method={method}', '--seed=5', '--n_embd=16', '--n_head=2', '--block_size=16',
-                '--micro_batch_size=2', '--steps=8', '--lr=0.03', '--min_lr=1e-3', '--warmup=2',
-                '--eps=1e-4', f'--grad_clip={clip}', '--log_every=3', '--eval_every=4', '--eval_tokens=165',
-                '--test_tokens=1e9', f'--data={corpus_of_60}', f'--out={run}', *more])
+    run, tying = tmp_path / 'run', '--weight_tying' in more
+    train_windows = make_shards(tmp_path, 'train', [1200, 0, 48 * 16 + 1])
+    val_windows = make_shards(tmp_path, 'val', [900])
+    train.main([*SMALL, f'--method={method}', '--seed=5', '--n_embd=16', '--n_head=2', '--vocab_size=64',
+                '--block_size=16', '--micro_batch_size=2', '--steps=8', '--lr=0.03', '--min_lr=1e-3',
+                '--warmup=2', '--eps=1e-4', f'--grad_clip={clip}', '--log_every=3', '--eval_every=4',
+                '--eval_tokens=165', '--test_tokens=1e9', f'--data={tmp_path}', f'--out={run}', *more])
     rates = 8 * [0.03]
     if not tying:
         rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
 
-    train_windows, val_windows = (windows_of(corpus_of_60, split) for split in ('train', 'val'))
     gpt = tiny_gpt(seed=5, weight_tying=tying)
 
     def forward(windows):

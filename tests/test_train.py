@@ -79,11 +79,8 @@ def test_a_gradient_that_is_not_finite(trained, monkeypatch):
 
 
 def test_times(trained, monkeypatch, capsys):
-    """
-    On a GPU where a step takes 100 s, the first with statistics and the first without 1,000 s more, the last
-    two 500 s, and an evaluation 10,000 s. The run's speed is the median of those that count, also resumed.
-    """
-    clock = SimpleNamespace(now=0, to_wait=0, perf_counter=lambda: clock.now)
+    """A step takes 100 s, the first of each kind 1,000 s more, the last two 500 s, an evaluation 10,000 s."""
+    clock = SimpleNamespace(now=0, to_wait=0, perf_counter=lambda: clock.now)  # to_wait: for the device
     compilation = {True: 1000, False: 1000}
 
     def train_step(*given, with_stats, real=train.train_step):
@@ -107,7 +104,7 @@ def test_times(trained, monkeypatch, capsys):
     lines = [json.loads(line) for line in Path(out, 'log.jsonl').read_text().splitlines()]
     speeds = [line['tokens_per_second'] for line in lines if 'loss' in line]
     assert speeds[:-1] == 4 * [None] + 6 * [speed]
-    for _ in range(2):
+    for _ in range(2):  # its speed is the median of those that count, also when resumed
         assert result_of(out)['train_seconds'] == pytest.approx(2000)
         assert result_of(out)['tokens_per_second'] == pytest.approx(speed)
         resume_from(out, 'model_10.pt')
@@ -115,10 +112,7 @@ def test_times(trained, monkeypatch, capsys):
 
 
 def test_init_from_a_checkpoint(whole, corpus, trained, tmp_path):
-    """
-    It goes on at the step of the source with the settings of the command. The source is needed only to start:
-    a run is killed before it has saved anything but its start, and resumes without it.
-    """
+    """It goes on at the source's step with the command's settings, and resumes without the source."""
     source = shutil.copy(f'{whole}/model_20.pt', tmp_path)
     flags = [*LONG, f'--init_from={source}', '--method=mu_centering', '--beta2=0.5', '--eps=1e-5',
              '--ckpt_every=0']
@@ -133,7 +127,7 @@ def test_init_from_a_checkpoint(whole, corpus, trained, tmp_path):
     refused(lambda: trained('other', *flags, '--lr=1'), f'{other} has lr=0.03')  # and not of the source
     refused(lambda: trained('new', *flags, '--steps=20'), source, '--steps=20')  # it is of step 20
 
-    argv = [*SMALL, f'--data={corpus}', f'--out={tmp_path}/killed', *flags]
+    argv = [*SMALL, f'--data={corpus}', f'--out={tmp_path}/killed', *flags]  # it saves its start alone
     finish(process(train.main, argv, prepare=(killed_at, 32)), -signal.SIGKILL)
     os.unlink(source)
     assert_same(state_of(trained('killed', *flags)), state_of(other))
@@ -149,24 +143,19 @@ def test_other_groups(whole, trained, monkeypatch):
     refused(lambda: trained('run', *LONG, f'--init_from={whole}/model_20.pt'), 'model_20.pt', 'groups')
 
 
-def test_init_from_a_model(whole, trained):
-    """It begins at step 0, with the weights alone."""
-    run = trained('run', '--steps=2', '--lr=1e-30', '--min_lr=0', '--logits_dtype=bfloat16',
-                  f'--init_from={whole}/model.pt')
-    assert [entry['step'] for entry in log_of(run)] == [0, 1, 2, 2]
-    assert result_of(run)['test_loss'] == result_of(whole)['test_loss']
-    assert result_of(run)['init_loss'] is None
-
-
 @pytest.mark.parametrize('flags, before, now', [
     (('--cap=3',), 'cap=3.0', 'None'), (('--method=norm_softmax',), 'method=norm_softmax', 'baseline')])
-def test_another_head(flags, before, now, trained, capsys):
-    """That of the source of --init_from is not this command's: it is said, as no weight tells."""
+def test_init_from_a_model(flags, before, now, trained, capsys):
+    """It begins at step 0 with the weights alone; another head, of which no weight tells, is said."""
     source = trained('source', '--steps=2', *flags)
-    trained('run', '--steps=2', f'--init_from={source}/model.pt')
+    from_source = ('--steps=2', '--lr=1e-30', '--min_lr=0', f'--init_from={source}/model.pt')
+    trained('run', *from_source)
     assert f'model.pt has {before}, this run {now}\n' in capsys.readouterr().out
-    trained('again', '--steps=2', f'--init_from={source}/model.pt', *flags)
+    again = trained('again', *from_source, *flags)
     assert ', this run' not in capsys.readouterr().out
+    assert [entry['step'] for entry in log_of(again)] == [0, 1, 2, 2]
+    result = result_of(again)
+    assert (result['init_loss'], result['test_loss']) == (None, result_of(source)['test_loss'])
 
 
 def test_environment(monkeypatch):
