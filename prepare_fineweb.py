@@ -216,6 +216,8 @@ def main(argv=None):
         other = [f'{key}={meta.get(key)!r}' for key in settings if meta.get(key) != settings[key]]
         check(not other, f'{meta_path} was made with {", ".join(other)}; choose another --out')
     if meta.get('exhausted') or meta['tokens'] >= args.tokens:
+        if meta.get('finished') is False:  # it was stopped on the way to more --tokens
+            save(meta | {'finished': True}, meta_path)
         return print(f'{args.out} is done: {meta["tokens"]:,} training tokens')
 
     val_path = f'{args.out}/{args.source}_val_000000.bin'
