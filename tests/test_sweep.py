@@ -11,7 +11,6 @@ import pytest
 
 import train
 from conftest import ENV, ROOT, refused
-from small_runs import shard
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
 
@@ -117,6 +116,7 @@ def test_demo(fake):  # has the same dtypes on every CPU
 
 
 def test_drift(fake):
+    assert 'METHODS' in fake.run(grid='--help')[0]
     runs = fake.plan('drift')
     heads = {(run.method, run.logits_dtype) for run in runs}
     assert heads == {*product(('baseline', 'mu_centering'), ('bfloat16', 'float32')), ('mu_loss', 'bfloat16')}
@@ -146,8 +146,7 @@ def test_variables(fake):
     ({'CUDA_VISIBLE_DEVICES': '9,8,7,6', 'JOBS': '1'}, ['9,8,7,6'])])
 def test_shared_gpus(fake, env, given):
     gpus = '\n'.join(f'GPU {i}: NVIDIA H100 (UUID: a)' for i in range(6))
-    methods = ' '.join(PAPER[:len(given)])
-    fake.run(grid='paper', SIZES='16M', TYING='tied', LRS='1', METHODS=methods, GPUS=gpus, **env)
+    fake.run(METHODS=' '.join(PAPER[:len(given)]), grid='paper', SIZES='16M', LRS='1', TYING='tied', GPUS=gpus, **env)
     assert sorted(fake.gpus()) == given
 
 
@@ -207,22 +206,16 @@ def test_wrong_settings(fake, wrong, named):
     ({'DATA': 'other'}, 'its data_fingerprint'), ({'DATA': 'other', 'STEPS': '7', 'OUT': 'new'}, '')])
 def test_what_is_refused_before_the_first_run(fake, wrong, named, corpus, monkeypatch):
     """By a check that gets the flags of every run and the folder, which has a run; made in this process."""
-    tokens = train.read_shard(f'{corpus}/stdlib_val_000000.bin')
-    for split in ('train', 'val'):
-        (fake.folder / 'bin/other').mkdir(exist_ok=True)
-        (fake.folder / f'bin/other/x_{split}_000000.bin').write_bytes(shard(tokens))
+    other = shutil.copytree(corpus, fake.folder / 'bin/other')
+    (other / 'stdlib_train_000001.bin').unlink()
     shards = [train.Windows(corpus, split, 1, 257).shards for split in ('train', 'val')]
     args = train.resolve_args(train.parser.parse_args(
         ['--size=tiny', '--lr=0.5', '--steps=300', f'--data={corpus}']))
     (fake.out / 'old').mkdir(parents=True)
-    config = {**vars(args), 'data_fingerprint': train.fingerprint(*shards)}
-    train.save(config, f'{fake.out}/old/config.json')
+    args.data_fingerprint = train.fingerprint(*shards)
+    train.save(vars(args), f'{fake.out}/old/config.json')
     fake.run(**{'grid': 'paper', 'SIZES': 'tiny', 'TYING': 'untied', 'LRS': '1', 'STEPS': '300',
                 'DATA': corpus, **wrong})
     monkeypatch.setattr('sys.argv', (fake.folder / 'check.args').read_text().split('\0')[:-1])
     code = compile((fake.folder / 'check.py').read_text(), 'check', 'exec')
     refused(lambda: exec(code, {}), named) if named else exec(code, {})
-
-
-def test_help(fake):
-    assert 'METHODS' in fake.run(grid='--help')[0]
