@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import torch
 import train
 from analysis import report
 from model import GPT, METHODS, SIZES, gpt_config, head_loss, summarize
-from train import check, read_json, save
+from train import check, on_error, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v6.json'  # kept in a run's folder; a new name if what is measured changes
@@ -519,4 +520,5 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
+    sys.excepthook = on_error
     main()

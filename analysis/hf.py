@@ -6,6 +6,7 @@ what would help it. No code that comes with a model is run.
 """
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +18,7 @@ from analysis import report
 from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
 from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
-from train import check, nonnegative_int
+from train import check, nonnegative_int, on_error
 
 WINDOW, PIECE = 1024, 2**18  # tokens, and characters of a text that are tokenised at a time
 COST = 0.005  # nats: where BF16 logits cost less, there is nothing to mend
@@ -182,4 +183,5 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
+    sys.excepthook = on_error
     main()
