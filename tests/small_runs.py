@@ -3,7 +3,6 @@ import functools
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 from pathlib import Path
@@ -48,12 +47,6 @@ def state_of(folder):
     last = load(folder, f'model_{result["model_step"]}.pt')
     return {'log': log_of(folder), 'result': result, 'model': model, 'last': last['model'],
             'optimizer': last['optimizer']['state']}
-
-
-def resume_from(folder, kept):
-    """Makes a done run one that was killed after a checkpoint which it has kept."""
-    os.unlink(f'{folder}/result.json')
-    shutil.copy(f'{folder}/{kept}', f'{folder}/ckpt.pt')
 
 
 def killed_at(number):

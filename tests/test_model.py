@@ -1,7 +1,4 @@
-"""
-The GPT: sizes, initial weights, the Transformer written out, its numbers on the device, which is a GPU if
-there is one.
-"""
+"""The GPT: sizes, initial weights, the Transformer written out, its numbers, on a GPU if there is one."""
 import math
 
 import pytest
@@ -50,16 +47,15 @@ def test_initial_weights(tying):
 
 def test_mu_shift():
     """One vector of this norm is added to all output embeddings."""
-    args = settings('--size=tiny', '--vocab_size=64')
-    before = train.make_model(args)[0].E
-    args.mu_shift = 30
-    shifts = (train.make_model(args)[0].E - before).double().detach()
+    plain, shifted = (train.make_model(settings('--size=tiny', '--vocab_size=64', f'--mu_shift={norm}'))[0].E
+                      for norm in (0, 30))
+    shifts = (shifted - plain).double().detach()
     assert shifts[0].norm().item() == pytest.approx(30, rel=1e-6)
     close(shifts, shifts[:1].expand_as(shifts), rtol=0, atol=2.0 ** -23 * 30)
 
 
 def reference_hidden(w, tokens, n_layer, n_head, rope_fraction):
-    """Final hidden states (T, H) of one sequence, from Appendix A and sharing no code with model.py."""
+    """Final hidden states (T, H) of one sequence, from Appendix A, without code of model.py."""
     def norm(x, gain):
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * gain
 
@@ -89,10 +85,7 @@ def reference_hidden(w, tokens, n_layer, n_head, rope_fraction):
 
 @pytest.mark.parametrize('rope_fraction', [0.5, 1.0])  # of 16 dimensions
 def test_transformer(rope_fraction):
-    """
-    It is the paper's, and causal. It sees relative positions alone: the last of 100,000 are as good as the
-    first, where an angle in fp32 would have lost its digits.
-    """
+    """It is the paper's, and causal. At the last of 100,000 positions an fp32 angle would lose its digits."""
     gpt = tiny_gpt(n_layer=2, n_embd=64, n_head=4, block_size=100_000, rope_fraction=rope_fraction)
     gpt.cos, gpt.sin = gpt.cos[-16:], gpt.sin[-16:]
     with torch.no_grad():
@@ -140,11 +133,6 @@ def test_gradients_against_float64(dtype, tolerance, size):
     for p, q in zip(model.parameters(), exact.parameters(), strict=True):
         error = (p.grad.double().cpu() - q.grad).norm() / q.grad.norm()
         assert error <= tolerance, error
-
-
-def test_zero_is_a_setting():
-    config = tiny_gpt('mu_loss', lam=0.0, rope_fraction=0.0).config
-    assert (config.lam, config.rope_fraction) == (0, 0)  # and no default
 
 
 def test_fp32_logits_of_a_bf16_trunk():

@@ -22,7 +22,7 @@ def flags_of(corpus, out, *more):
 
 
 def copy_at_each_change(out, copies):
-    """Copies a folder before each change to it, as a kill would leave it; what is renamed should be synced."""
+    """Copies a folder before each change, as a kill then would leave it; what is renamed should be synced."""
     numbers, synced = itertools.count(), {}
 
     def fsync(file):

@@ -1,6 +1,6 @@
 """What a run computes: defaults, data, batch order, the step, and all of a run written out."""
 import math
-import os
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ import torch
 
 import train
 from conftest import refused
+from model import gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
 from test_facts import close, equations, tiny_gpt, token_batch
 
@@ -37,6 +38,8 @@ def test_defaults_are_appendix_a(settled):
     assert {settled(f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
     assert settled('--method=max_z_loss').lam == 2e-4 and settled('--method=cosine_reg').lam == 1
     assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
+    zeros = gpt_config(vars(settled('--method=mu_loss', '--lam=0', '--rope_fraction=0')))
+    assert (zeros.lam, zeros.rope_fraction) == (0, 0)  # a zero is no default
     assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
 
 
@@ -103,25 +106,19 @@ def test_fingerprint(tmp_path):
 
 def test_record_code(tmp_path, monkeypatch):
     """The commit and, of a tree that is not clean, the diff: a resumed run has those of all its parts."""
-    def git(*words):
-        return subprocess.run(['git', '-C', tmp_path, '-c', 'user.name=x', '-c', 'user.email=x', *words],
-                              capture_output=True, check=True).stdout
-    monkeypatch.setattr(train, '__file__', f'{tmp_path}/train.py')
-    (tmp_path / '.gitignore').write_text('out')
-    (tmp_path / 'out').mkdir()
-    git('init')
-    git('add', '.gitignore')
-    git('commit', '-m', 'x')
-    args = SimpleNamespace(commit='', out=str(tmp_path / 'out'))
+    monkeypatch.setattr(train, '__file__', f'{shutil.copy(train.__file__, tmp_path)}')
+    git = f'git -C {tmp_path} -c user.name=x -c user.email=x '
+    subprocess.check_call(f'{git} init && {git} add train.py && {git} commit -m x', shell=True)
+    args = SimpleNamespace(commit='', out=str(tmp_path))
     train.record_code(args)
-    commit = git('rev-parse', 'HEAD').decode().strip()
-    assert args.commit == commit and not os.listdir(args.out)
-    (tmp_path / '.gitignore').write_text('out\n*.pt')
+    commit = subprocess.getoutput(f'{git} rev-parse HEAD')
+    assert args.commit == commit and not list(tmp_path.glob('*.diff'))
+    (tmp_path / 'train.py').write_text('another')
     for _ in range(2):
         train.record_code(args)
-    name, = os.listdir(args.out)
-    assert args.commit == f'{commit} {commit}-{name.removesuffix(".diff")}'
-    assert (tmp_path / 'out' / name).read_bytes() == git('diff', 'HEAD')
+    diff, = tmp_path.glob('*.diff')
+    assert args.commit == f'{commit} {commit}-{diff.stem}'
+    assert diff.read_bytes() == subprocess.check_output(f'{git} diff HEAD', shell=True)
 
 
 def make_shards(folder, split, lengths):
@@ -138,10 +135,7 @@ def make_shards(folder, split, lengths):
     ('baseline', 0, ()), ('z_loss', 0.05, ('--lam=0.3',)), ('mu_loss', 0.05, ('--lam=0.3',)),
     ('baseline', 1, ('--weight_tying', '--warmup=0', '--min_lr=0.03'))])
 def test_a_run_written_out(method, clip, more, tmp_path, monkeypatch):
-    """
-    train.main, its log and its result, in float64. In two micro-batches the penalty counts once. What other
-    methods do in a step is in test_facts.py.
-    """
+    """train.main, its log and its result, in float64. In two micro-batches the penalty counts once."""
     monkeypatch.setattr(train, 'make_model', float64_model)
     run, tying = tmp_path / 'run', '--weight_tying' in more
     train_windows = make_shards(tmp_path, 'train', [1200, 0, 48 * 16 + 1])

@@ -15,7 +15,7 @@ import torch
 import train
 from conftest import finish, folder_hash, process, refused
 from model import GPT, gpt_config
-from small_runs import SMALL, assert_same, killed_at, load, log_of, result_of, resume_from, state_of
+from small_runs import SMALL, assert_same, killed_at, load, log_of, result_of, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=40', '--logits_dtype=bfloat16', '--log_every=5',
         '--eval_every=10', '--ckpt_every=7', '--keep_every=20')
@@ -91,8 +91,7 @@ def test_times(trained, monkeypatch, capsys):
         clock.now, clock.to_wait = clock.now + clock.to_wait, 0
 
     def evaluate(*given):
-        clock.to_wait += 10_000
-        synchronize()
+        clock.now += 10_000
         return 0.0
     for where, name, replacement in ((train, 'train_step', train_step), (train, 'evaluate', evaluate),
                                      (train, 'time', clock), (torch.cpu, 'synchronize', synchronize)):
@@ -107,7 +106,8 @@ def test_times(trained, monkeypatch, capsys):
     for _ in range(2):  # its speed is the median of those that count, also when resumed
         assert result_of(out)['train_seconds'] == pytest.approx(2000)
         assert result_of(out)['tokens_per_second'] == pytest.approx(speed)
-        resume_from(out, 'model_10.pt')
+        os.unlink(f'{out}/result.json')
+        shutil.copy(f'{out}/model_10.pt', f'{out}/ckpt.pt')
         trained('run', *flags)
 
 
