@@ -49,13 +49,15 @@ def state_of(folder):
             'optimizer': last['optimizer']['state']}
 
 
-def killed_at(number):
-    """This process is killed as it begins step `number`."""
-    real = train.train_step
+def kill(model):
+    signal.raise_signal(signal.SIGKILL)
 
-    def train_step(model, optimizer, batch, step, *more, **named):
+
+def at_step(number, act):
+    """This process calls act(model) as it begins step `number`."""
+    def train_step(model, optimizer, batch, step, *more, real=train.train_step, **named):
         if step == number:
-            signal.raise_signal(signal.SIGKILL)
+            act(model)
         return real(model, optimizer, batch, step, *more, **named)
     train.train_step = train_step
 

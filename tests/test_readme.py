@@ -27,13 +27,6 @@ PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser, 'an
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 
 
-def test_flags_of_commands():
-    commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', README)
-    assert {name for name, _ in commands} == PARSERS.keys()
-    for name, flags in commands:
-        PARSERS[name].parse_args(flags.split())
-
-
 @pytest.mark.parametrize('tying', ['untied', 'tied'])
 def test_lrs_table(tying):
     """The paper's numbers, underlined where all runs converged."""
@@ -59,8 +52,12 @@ def test_adding_a_method(tmp_path, monkeypatch):
     facts['test_model_equation']('l2_logits', False)
 
 
-def test_sweeps(tmp_path):
-    """A cell of the paper's table, and three methods in three seeds on own text."""
+def test_commands():
+    """Their flags, and two sweeps: a cell of the paper's table, three methods in three seeds on own text."""
+    commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', README)
+    assert {name for name, _ in commands} == PARSERS.keys()
+    for name, flags in commands:
+        PARSERS[name].parse_args(flags.split())
     grids = []
     for line in re.findall(r'^([A-Z]+=.*bash sweep.sh)', README, re.M):
         printed = subprocess.check_output(f'DRY_RUN=1 {line}', env=ENV, shell=True, text=True, cwd=ROOT)

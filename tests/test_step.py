@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import prepare_fineweb
 import train
 from conftest import refused
 from model import gpt_config
@@ -28,6 +29,7 @@ def settled(tmp_path, monkeypatch):
 
 
 def test_defaults_are_appendix_a(settled):
+    """Of which prepare_fineweb.py makes enough tokens."""
     expected = dict(
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
         batch_size=64, block_size=2048, size='16M', n_layer=6, n_embd=224, n_head=4, vocab_size=50304,
@@ -38,6 +40,9 @@ def test_defaults_are_appendix_a(settled):
     assert {settled(f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
     assert settled('--method=max_z_loss').lam == 2e-4 and settled('--method=cosine_reg').lam == 1
     assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
+    of_data = prepare_fineweb.parser.get_default
+    assert of_data('tokens') == 13_200_000_000 > 100_000 * 64 * 2048
+    assert of_data('val_tokens') == 10_500_000 > 10_485_760
     zeros = gpt_config(vars(settled('--method=mu_loss', '--lam=0', '--rope_fraction=0')))
     assert (zeros.lam, zeros.rope_fraction) == (0, 0)  # a zero is no default
     assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
