@@ -22,7 +22,6 @@ STEP = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmu
 @pytest.fixture
 def settled(tmp_path, monkeypatch):
     """settled(*flags): the settings of a command, with data of GPT-2's vocabulary, as if on a GPU."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'NVIDIA H100')
     return lambda *flags: train.resolve_args(train.parser.parse_args([f'--data={tmp_path}', *flags]))
