@@ -13,11 +13,9 @@ from small_runs import SMALL, assert_same, at_step, float64_model, kill, load, l
 
 def in_float64():
     """The run of this process is in float64, and ends without DDP: with it, it may hang."""
-    destroy_process_group = train.dist.destroy_process_group
-
-    def destroy_without_ddp():
+    def destroy_without_ddp(destroy=train.dist.destroy_process_group):
         assert not any(type(thing) is train.DDP for thing in gc.get_objects())
-        destroy_process_group()
+        destroy()
     train.make_model = float64_model
     train.dist.destroy_process_group = destroy_without_ddp
 

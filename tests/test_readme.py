@@ -23,7 +23,7 @@ from small_runs import SMALL, ranks
 from test_facts import close, generator, normal
 
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
-PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser, 'analyze': analyze.parser}
+PROGRAMS = {'train': train, 'prepare_fineweb': prepare_fineweb, 'analyze': analyze}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 
 
@@ -55,9 +55,9 @@ def test_adding_a_method(tmp_path, monkeypatch):
 def test_commands():
     """Their flags, and two sweeps: a cell of the paper's table, three methods in three seeds on own text."""
     commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', README)
-    assert {name for name, _ in commands} == PARSERS.keys()
+    assert {name for name, _ in commands} == PROGRAMS.keys()
     for name, flags in commands:
-        PARSERS[name].parse_args(flags.split())
+        PROGRAMS[name].parser.parse_args(flags.split())
     grids = []
     for line in re.findall(r'^([A-Z]+=.*bash sweep.sh)', README, re.M):
         printed = subprocess.check_output(f'DRY_RUN=1 {line}', env=ENV, shell=True, text=True, cwd=ROOT)
@@ -157,7 +157,7 @@ def train_with_the_lines(raw_model, method, model, rank, world, sums=False):
 
 def assert_trained_alike(model, method, tied):
     reference = train_by_the_equations(LM(tied), method)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):  # p: perhaps a DTensor
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         close(p.full_tensor() if hasattr(p, 'full_tensor') else p, q, rtol=0, atol=1e-12)
 
 
