@@ -3,7 +3,6 @@ import functools
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 from pathlib import Path
@@ -50,19 +49,15 @@ def state_of(folder):
             'optimizer': last['optimizer']['state']}
 
 
-def resume_from(folder, kept):
-    """Makes a done run one that was killed after a checkpoint which it has kept."""
-    os.unlink(f'{folder}/result.json')
-    shutil.copy(f'{folder}/{kept}', f'{folder}/ckpt.pt')
+def kill(model):
+    signal.raise_signal(signal.SIGKILL)
 
 
-def killed_at(number):
-    """This process is killed as it begins step `number`."""
-    real = train.train_step
-
-    def train_step(model, optimizer, batch, step, *more, **named):
+def at_step(number, act):
+    """This process calls act(model) as it begins step `number`."""
+    def train_step(model, optimizer, batch, step, *more, real=train.train_step, **named):
         if step == number:
-            signal.raise_signal(signal.SIGKILL)
+            act(model)
         return real(model, optimizer, batch, step, *more, **named)
     train.train_step = train_step
 

@@ -36,11 +36,8 @@ FLAGS = {train: '''
     --files=x -> --source=local
     --source=local --files={bad}/*.* -> .doc, .csv
     --source=local --files=/nowhere/* -> /nowhere
-    --tokens=-3 -> --tokens, positive int
     --val_tokens=0 -> --val_tokens, positive int
-    --shard_tokens=-1 -> --shard_tokens, positive int
     --shard_tokens=3e9 -> 2^31
-    --workers=0 -> --workers, positive int
     ''', analyze: '''
     -> --results
     {bad}/few -> {bad}/few

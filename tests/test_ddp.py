@@ -8,16 +8,14 @@ import torch.distributed.run
 
 import train
 from conftest import ROOT, finish, folder_hash, process
-from small_runs import SMALL, assert_same, float64_model, killed_at, load, log_of, ranks, state_of
+from small_runs import SMALL, assert_same, at_step, float64_model, kill, load, log_of, ranks, state_of
 
 
 def in_float64():
     """The run of this process is in float64, and ends without DDP: with it, it may hang."""
-    destroy_process_group = train.dist.destroy_process_group
-
-    def destroy_without_ddp():
+    def destroy_without_ddp(destroy=train.dist.destroy_process_group):
         assert not any(type(thing) is train.DDP for thing in gc.get_objects())
-        destroy_process_group()
+        destroy()
     train.make_model = float64_model
     train.dist.destroy_process_group = destroy_without_ddp
 
@@ -51,7 +49,7 @@ def test_killed_ranks(corpus, tmp_path):
              f'--data={corpus}']
     for rank in ranks(2, [*flags, f'--out={whole}'], tmp_path / 'stderr'):
         finish(rank, 0)
-    for rank in ranks(2, [*flags, f'--out={killed}'], tmp_path / 'stderr', prepare=(killed_at, 6)):
+    for rank in ranks(2, [*flags, f'--out={killed}'], tmp_path / 'stderr', prepare=(at_step, 6, kill)):
         finish(rank, -signal.SIGKILL)
     assert load(killed, 'ckpt.pt')['step'] == 3
     argv = ['--standalone', '--nproc_per_node=2', '--start_method=fork', '--signals-to-handle=SIGINT',
@@ -70,23 +68,17 @@ def other_data():
     train.fingerprint = lambda *shards: fingerprint(*shards) + 'x' * train.RANK
 
 
-def flipped_weights():
-    """In rank 1 a bit of each weight of a matrix flips in step 2."""
-    train_step = train.train_step
-
-    def step_and_flip(model, optimizer, batch, step, *more, **named):
-        result = train_step(model, optimizer, batch, step, *more, **named)
-        if train.RANK == 1 and step == 2:
-            model.module.E.data.view(torch.int32).bitwise_xor_(1)
-        return result
-    train.train_step = step_and_flip
+def flip_bits(model):
+    """A bit of each output embedding, in rank 1 alone."""
+    model.module.E.data.view(torch.int32).bitwise_xor_(train.RANK)
 
 
 @pytest.mark.parametrize('prepare, refusing, said', [
-    (other_data, [1], 'of rank 1 differs'), (flipped_weights, [0, 1], "step 3: the ranks' weights differ")])
+    ((other_data,), [1], 'of rank 1 differs'),
+    ((at_step, 2, flip_bits), [0, 1], "step 3: the ranks' weights differ")])
 def test_ranks_that_differ(prepare, refusing, said, corpus, tmp_path):
     flags = [*SMALL, '--steps=4', '--ckpt_every=3', f'--data={corpus}', f'--out={tmp_path}/run']
-    started = ranks(2, flags, tmp_path / 'stderr', prepare=(prepare,))
+    started = ranks(2, flags, tmp_path / 'stderr', prepare=prepare)
     for rank in refusing:
         finish(started[rank], 2)
         assert said in (tmp_path / f'stderr{rank}').read_text()

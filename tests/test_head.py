@@ -11,17 +11,13 @@ from test_facts import close, generator, of_logits, tiny_gpt, token_batch
 from test_model import BF16_UNIT
 
 ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
-DEVICES = ['cpu'] + ['cuda'] * torch.cuda.is_available()
 
 
-@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('device', ['cpu', *(device for _, device in ON_GPU)])
 @pytest.mark.parametrize('offset', [0, 331, 12_000, 1e5, -12_000])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_offset(dtype, offset, device):
-    """
-    An offset of all logits costs no digit: loss and gradient are float64's of the same logits. The gradients
-    of a position's logits sum to 0 (until bf16 rounds them), or each step would pull all e_i along h.
-    """
+    """An offset of all logits costs no digit: loss and gradient are float64's of the same logits."""
     g = generator(0)
     logits = (3 * torch.randn(50, 500, generator=g) + offset).to(getattr(torch, dtype)).float()
     logits, targets = logits.to(device), torch.randint(500, (50,), generator=g).to(device)
@@ -36,21 +32,17 @@ def test_offset(dtype, offset, device):
         unit = BF16_UNIT if dtype == 'bfloat16' else 2.0 ** -24
         assert (gradient - exact_gradient).norm() <= 4 * unit * exact_gradient.norm()
     *_, gradient = of_logits(logits, targets, GPTConfig())  # before the backward of the cast to bf16
-    assert gradient.sum(dim=1).abs().max() < 1e-6
+    assert gradient.sum(dim=1).abs().max() < 1e-6  # or each step would pull all e_i along h
 
 
 @pytest.mark.parametrize('method, device', [*((method, 'cpu') for method in METHODS), *ON_GPU])
 def test_bf16_head(method, device):
-    """
-    It is exact up to its roundings: bf16 logits against float64. h and E have few digits, so that the logits
-    and their gradient D, each rounded once, are known up to the digits of fp32. dL/dh = D E and dL/dE = D^T h
-    are rounded once more.
-    """
+    """It is float64's, if bf16 rounds the logits and their gradient D once, and once more D E and D^T h."""
     n = 128
     V, H = (512, 32) if device == 'cpu' else (50304, 224)
     cap = 10 if method == 'soft_capping' else None
     config = GPTConfig(head_mode=method, lam=0.01, cap=cap, logits_dtype='bfloat16')
-    g = generator(0)
+    g = generator(0)  # h and E have few digits, so that the logits and D are known up to those of fp32
     h = (2.0 * torch.randint(0, 2, (n, H), generator=g) - 1).to(device).requires_grad_()
     E = (2 + torch.randint(-3, 4, (V, H), generator=g) / 4).to(device).requires_grad_()
     targets = torch.randint(V, (n,), generator=g).to(device)
@@ -74,10 +66,7 @@ def test_bf16_head(method, device):
 @pytest.mark.parametrize('method, device', [
     *((method, 'cpu') for method in ('soft_capping', 'norm_softmax')), *ON_GPU])
 def test_compiled_model(method, device):
-    """
-    Compiling keeps every rounding and adds none: at a mean logit of 150 bf16 has whole numbers alone, and a
-    rounding that is fused away shows. Of N x V one tensor is kept for the gradient, the logits in bf16.
-    """
+    """It rounds as the plain one. Of N x V one tensor is kept for the gradient, the logits in bf16."""
     torch._dynamo.reset()  # or it would stop compiling, and say nothing, after eight variants
     V = 500 if device == 'cpu' else 50304
     tokens, targets = (x.to(device) for x in token_batch(0))
@@ -87,6 +76,7 @@ def test_compiled_model(method, device):
                        lam=1e-4, dtype='float32', logits_dtype=dtype).to(device)
         with torch.no_grad():
             gpt.wte.weight.add_(torch.randn(16, generator=generator(0)).to(device))  # all h are alike
+            # at this mean logit, 150, bf16 has whole numbers alone: a rounding that is fused away shows
             gpt.E.mul_(500 ** 0.5 / 3).add_(10 * gpt.hidden(tokens).mean(dim=(0, 1)))
         run = torch.compile(gpt, dynamic=False) if compiled else gpt
         kept = []

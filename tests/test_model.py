@@ -1,7 +1,4 @@
-"""
-The GPT: sizes, initial weights, the Transformer written out, its numbers on the device, which is a GPU if
-there is one.
-"""
+"""The GPT: sizes, initial weights, the Transformer written out, its numbers, on a GPU if there is one."""
 import math
 
 import pytest
@@ -9,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from model import GPT, SIZES, GPTConfig, gpt_config, rotate
+from model import GPT, SIZES, gpt_config, rotate
 from small_runs import float64_model
 from test_facts import F64, close, generator, tiny_gpt, token_batch
 
@@ -17,11 +14,8 @@ BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 signi
 
 
 def settings(*flags):
-    """Of a command, whatever the vocabulary of the data."""
-    args = train.parser.parse_args(flags)
-    V, args.vocab_size = args.vocab_size, None
-    train.resolve_args(args).vocab_size = V
-    return args
+    """Of a command, without data, which would say what the vocabulary is."""
+    return train.resolve_args(train.parser.parse_args([*flags, '--data=/nowhere']))
 
 
 def test_published_sizes():
@@ -34,7 +28,8 @@ def test_published_sizes():
 
 @pytest.mark.parametrize('tying', [False, True])
 def test_initial_weights(tying):
-    gpt = GPT(GPTConfig(**SIZES['16M'], vocab_size=640, weight_tying=tying))
+    """Those of Appendix A; --mu_shift adds one vector of this norm to all output embeddings."""
+    gpt = train.make_model(settings('--vocab_size=640', *['--weight_tying'] * tying))[0]
     H, L, hidden = 224, 6, 768
     mlp, head = math.sqrt(2 / (H + hidden)), math.sqrt(2 / (H + 640))  # Xavier
     expected = {'attn.qkv': math.sqrt(2 / (4 * H)), 'attn.proj': 0.02 / math.sqrt(2 * L), 'mlp.gate': mlp,
@@ -46,20 +41,14 @@ def test_initial_weights(tying):
         elif kind in expected:
             assert p.std().item() == pytest.approx(expected[kind], rel=5 / math.sqrt(p.numel())), name
             assert p.abs().max() > 3 * p.std(), name  # normal: a uniform distribution ends at 1.7
-
-
-def test_mu_shift():
-    """One vector of this norm is added to all output embeddings."""
-    args = settings('--size=tiny', '--vocab_size=64')
-    before = train.make_model(args)[0].E
-    args.mu_shift = 30
-    shifts = (train.make_model(args)[0].E - before).double().detach()
-    assert shifts[0].norm().item() == pytest.approx(30, rel=1e-6)
-    close(shifts, shifts[:1].expand_as(shifts), rtol=0, atol=2.0 ** -23 * 30)
+    if not tying:
+        shifts = (train.make_model(settings('--vocab_size=640', '--mu_shift=30'))[0].E - gpt.E).detach()
+        assert shifts[0].norm().item() == pytest.approx(30, rel=1e-6)
+        close(shifts, shifts[:1].expand_as(shifts), rtol=0, atol=2.0 ** -23 * 30)
 
 
 def reference_hidden(w, tokens, n_layer, n_head, rope_fraction):
-    """Final hidden states (T, H) of one sequence, from Appendix A and sharing no code with model.py."""
+    """Final hidden states (T, H) of one sequence, from Appendix A, without code of model.py."""
     def norm(x, gain):
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * gain
 
@@ -89,10 +78,7 @@ def reference_hidden(w, tokens, n_layer, n_head, rope_fraction):
 
 @pytest.mark.parametrize('rope_fraction', [0.5, 1.0])  # of 16 dimensions
 def test_transformer(rope_fraction):
-    """
-    It is the paper's, and causal. It sees relative positions alone: the last of 100,000 are as good as the
-    first, where an angle in fp32 would have lost its digits.
-    """
+    """It is the paper's, and causal. At the last of 100,000 positions an fp32 angle would lose its digits."""
     gpt = tiny_gpt(n_layer=2, n_embd=64, n_head=4, block_size=100_000, rope_fraction=rope_fraction)
     gpt.cos, gpt.sin = gpt.cos[-16:], gpt.sin[-16:]
     with torch.no_grad():
@@ -140,11 +126,6 @@ def test_gradients_against_float64(dtype, tolerance, size):
     for p, q in zip(model.parameters(), exact.parameters(), strict=True):
         error = (p.grad.double().cpu() - q.grad).norm() / q.grad.norm()
         assert error <= tolerance, error
-
-
-def test_zero_is_a_setting():
-    config = tiny_gpt('mu_loss', lam=0.0, rope_fraction=0.0).config
-    assert (config.lam, config.rope_fraction) == (0, 0)  # and no default
 
 
 def test_fp32_logits_of_a_bf16_trunk():

@@ -23,15 +23,8 @@ from small_runs import SMALL, ranks
 from test_facts import close, generator, normal
 
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
-PARSERS = {'train': train.parser, 'prepare_fineweb': prepare_fineweb.parser, 'analyze': analyze.parser}
+PROGRAMS = {'train': train, 'prepare_fineweb': prepare_fineweb, 'analyze': analyze}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
-
-
-def test_flags_of_commands():
-    commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', README)
-    assert {name for name, _ in commands} == PARSERS.keys()
-    for name, flags in commands:
-        PARSERS[name].parse_args(flags.split())
 
 
 @pytest.mark.parametrize('tying', ['untied', 'tied'])
@@ -59,8 +52,12 @@ def test_adding_a_method(tmp_path, monkeypatch):
     facts['test_model_equation']('l2_logits', False)
 
 
-def test_sweeps(tmp_path):
-    """A cell of the paper's table, and three methods in three seeds on own text."""
+def test_commands():
+    """Their flags, and two sweeps: a cell of the paper's table, three methods in three seeds on own text."""
+    commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', README)
+    assert {name for name, _ in commands} == PROGRAMS.keys()
+    for name, flags in commands:
+        PROGRAMS[name].parser.parse_args(flags.split())
     grids = []
     for line in re.findall(r'^([A-Z]+=.*bash sweep.sh)', README, re.M):
         printed = subprocess.check_output(f'DRY_RUN=1 {line}', env=ENV, shell=True, text=True, cwd=ROOT)
@@ -92,7 +89,7 @@ BLOCK = re.search(r'```python\n(import torch\n.*?)```', README, re.S)[1]
 FUNCTIONS, HOOK, PENALTY, CHECK = re.split(r'\n(?=optimizer\.|add_mu_loss|print)', BLOCK)
 NAMES = {'V': 61, 'lam': 0.3}
 exec(FUNCTIONS, NAMES)
-center, add_mu_loss_gradient = NAMES['center'], NAMES['add_mu_loss_gradient']
+center = NAMES['center']
 adamw = functools.partial(torch.optim.AdamW, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
 
 
@@ -118,10 +115,6 @@ def losses(model, i, reduction='mean'):
     return F.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() + 1) % 61, reduction=reduction)
 
 
-def run_line(line, **names):
-    exec(line, {**NAMES, **names})
-
-
 def largest_mean_logit(logits):
     """What README's line that checks prints."""
     return eval(CHECK, {'logits': logits, 'print': torch.Tensor.item})
@@ -132,14 +125,12 @@ def train_by_the_equations(model, method):
     optimizer, E = adamw(model.parameters()), model.lm_head.weight
     for step in range(2):
         loss = sum(losses(model, 4 * step + i) for i in range(4)) / 4
-        if method == 'mu_loss':
-            loss = loss + 0.3 * E.mean(dim=0).square().sum()
-        loss.backward()
+        penalty = 0.3 * E.mean(dim=0).square().sum() if method == 'mu_loss' else 0
+        (loss + penalty).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         if method == 'mu_centering':
-            with torch.no_grad():
-                E -= E.mean(dim=0)
+            E.data -= E.data.mean(dim=0)
         optimizer.zero_grad()
     return model
 
@@ -148,7 +139,7 @@ def train_with_the_lines(raw_model, method, model, rank, world, sums=False):
     """The same in micro-batches of one sequence, with a GradScaler; `sums`: divided by the tokens later."""
     optimizer, scaler = adamw(raw_model.parameters()), torch.amp.GradScaler('cpu')
     if method == 'mu_centering':
-        run_line(HOOK, optimizer=optimizer, model=raw_model)
+        exec(HOOK, {**NAMES, 'optimizer': optimizer, 'model': raw_model})
     for step in range(2):
         for i in range(rank, 4, world):
             loss = losses(model, 4 * step + i, 'sum') if sums else losses(model, 4 * step + i) * world / 4
@@ -157,7 +148,7 @@ def train_with_the_lines(raw_model, method, model, rank, world, sums=False):
         for p in raw_model.parameters() if sums else ():
             p.grad /= 4 * 16
         if method == 'mu_loss':
-            run_line(PENALTY, model=raw_model)
+            exec(PENALTY, {**NAMES, 'model': raw_model})
         torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
@@ -166,7 +157,7 @@ def train_with_the_lines(raw_model, method, model, rank, world, sums=False):
 
 def assert_trained_alike(model, method, tied):
     reference = train_by_the_equations(LM(tied), method)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):  # p: perhaps a DTensor
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         close(p.full_tensor() if hasattr(p, 'full_tensor') else p, q, rtol=0, atol=1e-12)
 
 
@@ -198,7 +189,7 @@ def two_ranks(argv):
     # Megatron's vocabulary shards
     E = normal(generator(0), 61, 16) + 1
     shard = E.split(31)[dist.get_rank()].clone()
-    run_line(re.search('`(mu = E.sum.*?)`', README)[1], E=shard, dist=dist, group=None)
+    exec(re.search('`(mu = E.sum.*?)`', README)[1], {**NAMES, 'E': shard, 'dist': dist, 'group': None})
     close(shard, (E - E.mean(dim=0)).split(31)[dist.get_rank()], rtol=0, atol=1e-12)
     dist.destroy_process_group()
 

@@ -22,7 +22,7 @@ def flags_of(corpus, out, *more):
 
 
 def copy_at_each_change(out, copies):
-    """Copies a folder before each change to it, as a kill would leave it; what is renamed should be synced."""
+    """Copies a folder before each change, as a kill then would leave it; what is renamed should be synced."""
     numbers, synced = itertools.count(), {}
 
     def fsync(file):
@@ -72,15 +72,14 @@ def test_killed_at_any_moment(corpus, whole, tmp_path):
     assert steps[:-1] == sorted(steps[:-1])  # no checkpoint goes before the model is there
 
 
-@pytest.mark.parametrize('lost', ['ckpt.pt', 'result.json'])
-def test_lost_files(corpus, whole, begun, lost):
+def test_lost_files(corpus, whole, begun):
     """A run that has lost what it would go on from, or that it is done, does not start over."""
-    out = begun if lost == 'ckpt.pt' else whole[0]
-    (out / lost).rename(out.parent / lost)
-    before = folder_hash(out)
-    refused(lambda: train.main(flags_of(corpus, out)), out, lost)
-    assert folder_hash(out) == before
-    (out.parent / lost).rename(out / lost)
+    done = shutil.copytree(whole[0], begun.parent / 'done')
+    for out, lost in ((begun, 'ckpt.pt'), (done, 'result.json')):
+        os.unlink(out / lost)
+        before = folder_hash(out)
+        refused(lambda: train.main(flags_of(corpus, out)), out, lost)  # noqa: B023
+        assert folder_hash(out) == before
 
 
 def test_a_folder_in_use(corpus, begun, monkeypatch):
@@ -113,7 +112,7 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
 
 def test_other_data(corpus, begun, tmp_path):
     """Is refused, but not another place. A flag that older code lacked had its default."""
-    other, moved = (shutil.copytree(corpus, tmp_path / name) for name in ('other', 'moved'))
+    other = shutil.copytree(corpus, tmp_path / 'other')
     for split, i in (('val_000000', 7000), ('train_000001', 10_005)):
         path = other / f'stdlib_{split}.bin'
         tokens = train.read_shard(path)
@@ -125,8 +124,8 @@ def test_other_data(corpus, begun, tmp_path):
     parts = load(begun, 'ckpt.pt')
     del parts['config']['rope_fraction']
     train.save(parts, f'{begun}/ckpt.pt')
-    refused(lambda: train.main(flags_of(moved, begun, '--rope_fraction=1')), 'rope_fraction=')
-    train.main(flags_of(moved, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
+    refused(lambda: train.main(flags_of(other, begun, '--rope_fraction=1')), 'rope_fraction=')
+    train.main(flags_of(other, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert result_of(begun)['model_step'] == 4  # the last step is saved without --ckpt_every too
 
 

@@ -1,6 +1,6 @@
 """What a run computes: defaults, data, batch order, the step, and all of a run written out."""
 import math
-import os
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import prepare_fineweb
 import train
 from conftest import refused
+from model import gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
 from test_facts import close, equations, tiny_gpt, token_batch
 
@@ -20,13 +22,13 @@ STEP = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmu
 @pytest.fixture
 def settled(tmp_path, monkeypatch):
     """settled(*flags): the settings of a command, with data of GPT-2's vocabulary, as if on a GPU."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'NVIDIA H100')
     return lambda *flags: train.resolve_args(train.parser.parse_args([f'--data={tmp_path}', *flags]))
 
 
 def test_defaults_are_appendix_a(settled):
+    """Of which prepare_fineweb.py makes enough tokens."""
     expected = dict(
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
         batch_size=64, block_size=2048, size='16M', n_layer=6, n_embd=224, n_head=4, vocab_size=50304,
@@ -37,6 +39,11 @@ def test_defaults_are_appendix_a(settled):
     assert {settled(f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
     assert settled('--method=max_z_loss').lam == 2e-4 and settled('--method=cosine_reg').lam == 1
     assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
+    of_data = prepare_fineweb.parser.get_default
+    assert of_data('tokens') == 13_200_000_000 > 100_000 * 64 * 2048
+    assert of_data('val_tokens') == 10_500_000 > 10_485_760
+    zeros = gpt_config(vars(settled('--method=mu_loss', '--lam=0', '--rope_fraction=0')))
+    assert (zeros.lam, zeros.rope_fraction) == (0, 0)  # a zero is no default
     assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
 
 
@@ -103,25 +110,19 @@ def test_fingerprint(tmp_path):
 
 def test_record_code(tmp_path, monkeypatch):
     """The commit and, of a tree that is not clean, the diff: a resumed run has those of all its parts."""
-    def git(*words):
-        return subprocess.run(['git', '-C', tmp_path, '-c', 'user.name=x', '-c', 'user.email=x', *words],
-                              capture_output=True, check=True).stdout
-    monkeypatch.setattr(train, '__file__', f'{tmp_path}/train.py')
-    (tmp_path / '.gitignore').write_text('out')
-    (tmp_path / 'out').mkdir()
-    git('init')
-    git('add', '.gitignore')
-    git('commit', '-m', 'x')
-    args = SimpleNamespace(commit='', out=str(tmp_path / 'out'))
+    monkeypatch.setattr(train, '__file__', f'{shutil.copy(train.__file__, tmp_path)}')
+    git = f'git -C {tmp_path} -c user.name=x -c user.email=x '
+    subprocess.check_call(f'{git} init && {git} add train.py && {git} commit -m x', shell=True)
+    args = SimpleNamespace(commit='', out=str(tmp_path))
     train.record_code(args)
-    commit = git('rev-parse', 'HEAD').decode().strip()
-    assert args.commit == commit and not os.listdir(args.out)
-    (tmp_path / '.gitignore').write_text('out\n*.pt')
+    commit = subprocess.getoutput(f'{git} rev-parse HEAD')
+    assert args.commit == commit and not list(tmp_path.glob('*.diff'))
+    (tmp_path / 'train.py').write_text('another')
     for _ in range(2):
         train.record_code(args)
-    name, = os.listdir(args.out)
-    assert args.commit == f'{commit} {commit}-{name.removesuffix(".diff")}'
-    assert (tmp_path / 'out' / name).read_bytes() == git('diff', 'HEAD')
+    diff, = tmp_path.glob('*.diff')
+    assert args.commit == f'{commit} {commit}-{diff.stem}'
+    assert diff.read_bytes() == subprocess.check_output(f'{git} diff HEAD', shell=True)
 
 
 def make_shards(folder, split, lengths):
@@ -138,10 +139,7 @@ def make_shards(folder, split, lengths):
     ('baseline', 0, ()), ('z_loss', 0.05, ('--lam=0.3',)), ('mu_loss', 0.05, ('--lam=0.3',)),
     ('baseline', 1, ('--weight_tying', '--warmup=0', '--min_lr=0.03'))])
 def test_a_run_written_out(method, clip, more, tmp_path, monkeypatch):
-    """
-    train.main, its log and its result, in float64. In two micro-batches the penalty counts once. What other
-    methods do in a step is in test_facts.py.
-    """
+    """train.main, its log and its result, in float64. In two micro-batches the penalty counts once."""
     monkeypatch.setattr(train, 'make_model', float64_model)
     run, tying = tmp_path / 'run', '--weight_tying' in more
     train_windows = make_shards(tmp_path, 'train', [1200, 0, 48 * 16 + 1])
@@ -150,50 +148,42 @@ def test_a_run_written_out(method, clip, more, tmp_path, monkeypatch):
                 '--block_size=16', '--micro_batch_size=2', '--steps=8', '--lr=0.03', '--min_lr=1e-3',
                 '--warmup=2', '--eps=1e-4', f'--grad_clip={clip}', '--log_every=3', '--eval_every=4',
                 '--eval_tokens=165', '--test_tokens=1e9', f'--data={tmp_path}', f'--out={run}', *more])
-    rates = 8 * [0.03]
-    if not tying:
-        rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
-
+    rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
     gpt = tiny_gpt(seed=5, weight_tying=tying)
 
     def forward(windows):
         """What a method's equation says of windows, and their logits."""
         h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-        return *equations(method, h, gpt.E, targets, 0.3, 0), h @ gpt.E.T
+        return *equations(method, h, gpt.E, targets, 0.3, 0), (h @ gpt.E.T).detach()
 
     def val_loss(n):
         return forward(val_windows[[i * 56 // n for i in range(n)]])[0].item()
 
-    moments = {p: (0, 0) for p in gpt.parameters()}
+    optimizer = torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), eps=1e-4, weight_decay=0)
     expected = [{'step': 0, 'val_loss': val_loss(10)}]
-    for t, lr in enumerate(rates, 1):
+    for t, lr in enumerate(8 * [0.03] if tying else rates, 1):
         loss, reg, logits = forward(train_windows[train.batch_windows(5, t, 4, 74 + 48)])
-        gradients = torch.autograd.grad(loss + reg, list(moments))
-        norm = sum(g.square().sum() for g in gradients).sqrt()
+        (loss + reg).backward()
+        norm = torch.nn.utils.clip_grad_norm_(gpt.parameters(), clip or math.inf)
         mean = logits.mean(dim=1)
-        line = {'step': t, 'loss': loss, 'reg': reg, 'lr': lr, 'grad_norm': norm, 'logit_mean': mean.mean(),
-                'logit_mean_spread': mean.std(correction=0), 'logit_max': logits.abs().max(),
-                'logit_std': logits.std(dim=1, correction=0).mean(),
+        line = {'step': t, 'loss': loss.item(), 'reg': reg.item(), 'lr': lr, 'grad_norm': norm,
+                'logit_mean': mean.mean(), 'logit_mean_spread': mean.std(correction=0),
+                'logit_std': logits.std(dim=1, correction=0).mean(), 'logit_max': logits.abs().max(),
                 'logit_absmax': logits.abs().amax(dim=1).mean()}
-        scale = min(1, clip / (norm + 1e-6)) if clip else 1  # the 1e-6 is PyTorch's
-        with torch.no_grad():
-            for p, g in zip(moments, gradients, strict=True):
-                m, v = moments[p]
-                m, v = moments[p] = 0.9 * m + 0.1 * scale * g, 0.95 * v + 0.05 * (scale * g) ** 2
-                p -= lr * m / (1 - 0.9 ** t) / ((v / (1 - 0.95 ** t)).sqrt() + 1e-4)
+        optimizer.param_groups[0]['lr'] = lr
+        optimizer.step()
+        optimizer.zero_grad()
         if t in (1, 3, 6, 8):
-            expected.append({**line, 'mu_norm': gpt.E.mean(dim=0).norm()})
+            expected.append({**line, 'mu_norm': gpt.E.detach().mean(dim=0).norm()})
         if t == 4:
             expected.append({'step': 4, 'val_loss': val_loss(10)})
     expected.append({'step': 8, 'test_loss': val_loss(56)})
 
     close(load(run)['model'], dict(gpt.state_dict()), rtol=1e-9, atol=1e-12)
     log = log_of(run)
-    assert len(log) == len(expected)
     for entry, right in zip(log, expected, strict=True):
-        values = {name: x.item() if torch.is_tensor(x) else x for name, x in right.items()}
+        values = {name: float(x) for name, x in right.items()}
         assert {name: entry[name] for name in values} == pytest.approx(values, rel=1e-9, abs=1e-12)
-    n_params = sum(p.numel() for p in gpt.parameters() if p is gpt.E or p is not gpt.wte.weight)
-    result = {'n_params': n_params, 'init_loss': log[0]['val_loss'], 'test_loss': log[-1]['test_loss'],
-              'model_step': 8}
+    result = {'n_params': sum(p.numel() for p in gpt.parameters()) - (0 if tying else 64 * 16),
+              'init_loss': log[0]['val_loss'], 'test_loss': log[-1]['test_loss'], 'model_step': 8}
     assert result.items() <= result_of(run).items()

@@ -146,7 +146,8 @@ def test_variables(fake):
     ({'CUDA_VISIBLE_DEVICES': '9,8,7,6', 'JOBS': '1'}, ['9,8,7,6'])])
 def test_shared_gpus(fake, env, given):
     gpus = '\n'.join(f'GPU {i}: NVIDIA H100 (UUID: a)' for i in range(6))
-    fake.run(METHODS=' '.join(PAPER[:len(given)]), grid='paper', SIZES='16M', LRS='1', TYING='tied', GPUS=gpus, **env)
+    methods = ' '.join(PAPER[:len(given)])
+    fake.run(grid='paper', SIZES='16M', TYING='tied', LRS='1', METHODS=methods, GPUS=gpus, **env)
     assert sorted(fake.gpus()) == given
 
 
