@@ -349,16 +349,18 @@ STYLE = '''<!doctype html><meta charset="utf-8"><style>
 </style>'''
 
 
-def describe(runs, data=()):
+def describe(runs):
     """Lines that say what was run, on what data, and what too few rates, steps or seeds cannot say."""
-    named = runs.assign(weight_tying=runs.weight_tying.map(TYING), data=', '.join(data),
+    named = runs.assign(weight_tying=runs.weight_tying.map(TYING),
                         method=runs.method.map(NAMES).fillna(runs.method))
     words = {'size': 'size', 'weight_tying': 'weight tying', 'method': 'method', 'lr': 'learning rate',
              'mu_shift': 'norm of an added vector', 'seed': 'seed', 'steps': 'steps', 'dtype': 'matmuls in',
-             'logits_dtype': 'logits in', 'device': 'device', 'data': 'data'}
+             'logits_dtype': 'logits in', 'device': 'device', 'data': 'data',
+             'batch_size': 'batch size', 'block_size': 'block size'}
     facts = []
     for column, word in words.items():
-        values = [x if isinstance(x, str) else f'{x:.12g}' for x in named[column].dropna().unique()]
+        cells = named[column] if column in named else pd.Series()
+        values = [x if isinstance(x, str) else f'{x:.12g}' for x in cells.dropna().unique()]
         if any(value not in ('', '0') for value in values):  # a seed of 0 alone is an unknown one
             facts.append(f'{word}: {", ".join(values)}')
     lines = [f'{len(runs)} run{"s" * (len(runs) > 1)}. {"; ".join(facts)}.']
