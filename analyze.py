@@ -30,7 +30,6 @@ from model import GPT, METHODS, SIZES, gpt_config, summarize
 from train import check, on_error, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
-CURVE = 1000  # how many training lines of a log are kept, at most
 STATISTICS = 'statistics_v6.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
@@ -152,7 +151,7 @@ def read_run(folder):
     run = {name: math.nan if value is None else value for name, value in run.items()}
     trained = [line for line in log if 'loss' in line]
     evaluations = [line for line in log if 'loss' not in line]
-    every = math.ceil(len(trained) / CURVE) or 1
+    every = math.ceil(len(trained) / 1000) or 1  # at most 1,000 of them are enough for a plot
     curve = pd.DataFrame(evaluations + trained[::-every])  # with the last line
     return run, curve.sort_values('step', kind='stable').assign(run=run['run'])
 
@@ -178,7 +177,7 @@ IN_NAMES = [flag for flag in FLAGS if flag not in {
 
 VARIANT = ['size', 'weight_tying', 'variant']  # what has an LRS
 OF_VARIANT = ['plain_name', 'method', 'lam', 'at_default_lam', 'of_several_lam']  # what else is known of it
-ADDED = [*VARIANT, *OF_VARIANT, 'setting', 'but_for_rounding', 'capped_loss', 'behind', 'behind_lam']
+ADDED = [*VARIANT, *OF_VARIANT, 'setting', 'but_for_rounding', 'capped_loss', 'behind', 'behind_lam', 'loss']
 
 
 def own_statistics(runs):
@@ -362,8 +361,7 @@ def collect(folders, out):
         statistics.append({**measured['numbers'], 'run': folder})
         distributions += [{'run': folder, 'quantity': name, **x}
                           for name, x in measured['distributions'].items()]
-    statistics = pd.DataFrame(statistics).drop(columns='loss', errors='ignore')  # there is the test loss
-    runs = complete(settings.merge(statistics, on='run'))
+    runs = complete(settings.merge(pd.DataFrame(statistics), on='run'))
 
     rows = runs[list(dict.fromkeys([*RESULTS, *flags_in_names(runs), *own_statistics(runs)]))]
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
