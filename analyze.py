@@ -343,10 +343,7 @@ def read_folders(folders):
 
 
 def collect(folders, out):
-    """
-    Reads and measures the runs in or right below `folders`, and writes three csv files -> the finished runs;
-    the curves of all; lines on what is missing. A run that cannot be read or measured does not stop others.
-    """
+    """Reads and measures runs, writes three csv files -> the finished ones; all curves; what is missing."""
     everything, curves, missing = read_folders(folders)
     settings = everything.loc[everything.finished, [x for x in everything if x in {*RESULTS, *FLAGS}]]
     complete(settings)  # refuses, before anything is measured
