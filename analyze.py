@@ -12,15 +12,12 @@ Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,
 (N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
 """
 import argparse
-import difflib
 import functools
-import glob
 import hashlib
 import json
 import math
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +26,7 @@ import torch
 
 import train
 from analysis import report
-from model import GPT, METHODS, SIZES, gpt_config, head_loss, summarize
+from model import GPT, METHODS, SIZES, gpt_config, summarize
 from train import check, on_error, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
@@ -58,10 +55,10 @@ def centering_ratios(h, E):
 
 
 def measure_embeddings(E):
-    """What E (V, H) says without a text: |mu|, the mean's share V |mu|^2 / |E|_F^2 from 0 to 1, r_emb."""
+    """What can be measured from E (V, H) alone: |mu|, the mean's share V |mu|^2 / |E|_F^2, and r_emb."""
     mu = E.mean(dim=0)
-    numbers = {'mu_norm': mu.norm(), 'mean_share': len(E) * mu.square().sum() / E.square().sum(),
-               'r_emb': norm_ratios(E).double().mean()}
+    share = len(E) * mu.square().sum() / E.square().sum()
+    numbers = {'mu_norm': mu.norm(), 'mean_share': share, 'r_emb': norm_ratios(E).double().mean()}
     return {name: number.item() for name, number in numbers.items()}
 
 
@@ -85,34 +82,26 @@ def distribution(values):
 def measure_model(gpt, windows):
     """
     A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv, and `distributions` over the
-    positions, or of r_emb over the vocabulary. r_log, r_cos, cos_mu_h are there if the logits are of h and E.
+    positions, or of r_emb over the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, whatever a fork
+    adds to its logits; all else is of the model's own logits: rounded and capped.
     """
     gpt.eval()
-    E, states, parts = gpt.E, [], []
-    hook = gpt.norm_f.register_forward_hook(lambda module, inputs, h: states.append(h))
+    E, parts = gpt.E, []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
-        _, stats = gpt(tokens, targets)  # of the model's own logits: rounded, capped, with what a fork adds
-        h = states.pop().flatten(0, 1)
-        if not parts:
-            _, plain_stats = head_loss(h, E, targets.flatten(), gpt.config)  # without a head bias, say
-            plain_head = all(torch.allclose(stats[name], plain_stats[name], 1e-3, 1e-3, equal_nan=True)
-                             for name in ('loss', 'logit_mean'))
-        if plain_head:
-            pieces = h.split(max(1, 2**25 // len(E)))  # so that no N x V tensor is over 128 MB
-            stats |= concatenate([centering_ratios(piece.float(), E.float()) for piece in pieces])
-        parts.append(stats)
-    hook.remove()
+        _, stats = gpt(tokens, targets)
+        h = gpt.hidden(tokens).flatten(0, 1).float()
+        pieces = h.split(max(1, 2**25 // len(E)))  # so that no N x V tensor is over 128 MB
+        parts.append({**stats, **concatenate([centering_ratios(piece, E.float()) for piece in pieces])})
     stats = concatenate(parts)
     del stats['reg']
     distributions = {name: distribution(x) for name, x in {**stats, 'r_emb': norm_ratios(E).cpu()}.items()}
+    # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token; NaN if no r_cos is below 1
+    r_log = stats['r_log'][stats['r_cos'] < 1]
     numbers = {**measure_embeddings(E), **summarize(stats, E),
-               'r_emb_below_1': distributions['r_emb']['below_1']}
-    if plain_head:
-        # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token
-        r_log = stats['r_log'][stats['r_cos'] < 1]
-        numbers['r_cos_below_1'] = distributions['r_cos']['below_1']
-        numbers['r_log_below_1_too'] = (r_log < 1).double().mean().item()  # NaN if no r_cos is below 1
+               'r_emb_below_1': distributions['r_emb']['below_1'],
+               'r_cos_below_1': distributions['r_cos']['below_1'],
+               'r_log_below_1_too': (r_log < 1).double().mean().item()}
     return {'numbers': numbers, 'distributions': distributions}
 
 
@@ -120,17 +109,15 @@ def measure_model(gpt, windows):
 @functools.cache  # the runs of a sweep have the same data
 def val_windows(folder, block_size, vocab_size, data_fingerprint):
     """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
-    found = all(glob.glob(f'{glob.escape(folder)}/{train.SHARD.format(split)}') for split in ('train', 'val'))
-    if found:
+    if os.path.isdir(folder):
         trained_on, val = (train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-        found = train.fingerprint(trained_on.shards, val.shards) == data_fingerprint
-    if not found:
-        raise ValueError(f'{folder} does not hold the shards of the training')
-    return val
+        if train.fingerprint(trained_on.shards, val.shards) == data_fingerprint:
+            return val
+    raise ValueError(f'{folder} does not hold the shards of the training')
 
 
 def measure_run(folder):
-    """measure_model of a finished run, kept in its folder for as long as model.pt stays what it is."""
+    """measure_model of a finished run, kept in its folder until model.pt changes."""
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
@@ -139,15 +126,12 @@ def measure_run(folder):
 
     saved = train.read_checkpoint(str(path))
     config = saved['config']
-    must_match = (config.keys() - train.MAY_CHANGE) | {'run_id'}
-    differ = [name for name in must_match if config[name] != settings.get(name)]
-    if differ:
-        raise ValueError(f'model.pt and config.json differ in {", ".join(sorted(differ))}')
+    if config['run_id'] != settings['run_id']:
+        raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
     windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
                           config['data_fingerprint'])
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
-    del saved  # or it would stay in memory
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
     tokens = torch.from_numpy(windows[windows.evenly_spaced(min(POSITIONS, config['test_tokens']))])
     measured = {'model': model_hash, 'run_id': settings['run_id'], **measure_model(gpt, tokens)}
@@ -156,25 +140,20 @@ def measure_run(folder):
     return measured
 
 
-def training_curve(log, n=1000):
-    """All evaluations in a log, a list of dicts, and at most n of its training lines, with the last."""
-    evaluations, trained = ([line for line in log if ('loss' in line) is is_training]
-                            for is_training in (False, True))
-    every = max(1, math.ceil(len(trained) / n))
-    return pd.DataFrame(evaluations + trained[::-every]).sort_values('step', kind='stable')
-
-
 def read_run(folder):
-    """A run's settings and results, and its curve. Raises an error of some kind if a file is damaged."""
+    """A run's settings, with its results if it is finished, and its curve. Raises if a file is damaged."""
     settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     if 'val_loss' not in log[0] or 'data_checksum' in settings:
         raise ValueError('a run of an older version of train.py')
-    run = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
-    if (folder / 'result.json').exists() and not {*REQUIRED, 'init_loss', 'model_step'} <= run.keys():
-        raise ValueError('result.json is not whole')
+    run = {**settings, **results, 'run': str(folder), 'device': settings['device_name'],
+           'finished': 'test_loss' in results}
     run = {name: math.nan if value is None else value for name, value in run.items()}
-    return run, training_curve(log).assign(run=run['run'])
+    trained = [line for line in log if 'loss' in line]
+    evaluations = [line for line in log if 'loss' not in line]
+    every = math.ceil(len(trained) / 1000) or 1  # at most 1,000 of them are enough for a plot
+    curve = pd.DataFrame(evaluations + trained[::-every])  # with the last line
+    return run, curve.sort_values('step', kind='stable').assign(run=run['run'])
 
 
 # -------- what a run is: the columns of results.csv
@@ -195,10 +174,10 @@ COMPARABLE = ['data_fingerprint', 'steps', 'batch_size', 'block_size', 'vocab_si
 IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'cap', 'mu_shift',
     'init_from', 'log_every', 'eval_every', 'eval_tokens'}]
-# What name_variants and complete add. A variant is what has an LRS.
-VARIANT = ['size', 'weight_tying', 'variant', 'plain_name', 'method', 'lam', 'at_default_lam',
-           'of_several_lam']
-ADDED = [*VARIANT, 'setting', 'but_for_rounding', 'capped_loss', 'behind', 'behind_lam']
+
+VARIANT = ['size', 'weight_tying', 'variant']  # what has an LRS
+OF_VARIANT = ['plain_name', 'method', 'lam', 'at_default_lam', 'of_several_lam']  # what else is known of it
+ADDED = [*VARIANT, *OF_VARIANT, 'setting', 'but_for_rounding', 'capped_loss', 'behind', 'behind_lam', 'loss']
 
 
 def own_statistics(runs):
@@ -206,37 +185,36 @@ def own_statistics(runs):
     return [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED}]
 
 
-def as_text(value):
-    """A setting as names have it: alike for 0.2, '0.20' and a cell of a csv file, '' if there is none."""
+def as_text(flag, value):
+    """A flag's value as names have it: alike for 0.2, and '0.20' in a csv; its default if it is empty."""
+    value = str(FLAGS[flag] if value == '' or pd.isna(value) else value)
     try:
-        return f'{float({"True": 1, "False": 0}.get(value, value)):.12g}'.replace('nan', '')
-    except (TypeError, ValueError):
-        return str(value or '')
+        return f'{float(value):.12g}'
+    except ValueError:
+        return value
 
 
 def flags_in_names(runs):
-    """The values, by default those of train.py, of each flag in which runs of a size and tying differ."""
-    values = {flag: runs[flag].map(as_text).replace('', as_text(FLAGS[flag]))
-              for flag in IN_NAMES if flag in runs}
+    """The values, as text, of each flag in which runs of a size and tying differ."""
+    flags = {flag: runs[flag].map(functools.partial(as_text, flag)) for flag in IN_NAMES if flag in runs}
     place = [runs['size'], runs.weight_tying]
-    return {flag: value for flag, value in values.items() if value.groupby(place).nunique().max() > 1}
+    return {flag: values for flag, values in flags.items() if values.groupby(place).nunique().max() > 1}
 
 
 def name_variants(runs):
     """
-    Adds each run's name, `variant`: its method, its λ if that is not the default, and its `setting`, which is
-    '' in the paper's own. `plain_name` is without λ; runs that share `but_for_rounding` differ by rounding
-    at most (Fact 2).
+    Adds each run's name, `variant`: its method, λ if not the default, and `setting`, '' in the paper's own.
+    `plain_name` is without λ; runs that share `but_for_rounding` differ by rounding at most (Fact 2).
     """
-    setting = runs.cap.map(', cap {:g}'.format).where(
-        (runs.cap > 0) & ~((runs.method == 'soft_capping') & (runs.cap == 30)), '')
+    default_cap = (runs.method == 'soft_capping') & (runs.cap == 30)
+    setting = runs.cap.map(', cap {:g}'.format).where((runs.cap > 0) & ~default_cap, '')
     setting += (', from ' + runs.init_from).where(runs.init_from != '', '')
     rounding = runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
     for flag, value in flags_in_names(runs).items():
         if flag == 'logits_dtype':
             rounding += value.map({'float32': ', fp32 logits'}).fillna('')
         else:
-            setting += (f', {flag} ' + value).where(value != as_text(FLAGS[flag]), '')
+            setting += (f', {flag} ' + value).where(value != as_text(flag, ''), '')
     name = runs.method.map(report.NAMES).fillna(runs.method)
     lam = runs.lam.map(' λ={:g}'.format).where((runs.lam >= 0) & (runs.lam != runs.method.map(METHODS)), '')
     return runs.assign(variant=name + lam + setting + rounding, plain_name=name + setting + rounding,
@@ -245,11 +223,10 @@ def name_variants(runs):
 
 def behind(runs):
     """
-    1 for runs whose method's test loss, a mean over seeds in nats per token, is not finite or more than 1%
-    above the lowest of all methods in `runs` at that size, tying, setting and learning rate; else 0, or NaN
-    if there is no other method. So the authors mark what "diverged": `_div` in
-    results/Analyze_All_Models_Performance.ipynb at a1b753c of github.com/flxst/output-embedding-centering.
-    Methods are compared in the paper's own setting, and in any other one, such as a cap, among themselves.
+    1 where the test loss of a run's method, a mean over seeds, is not finite or more than 1% above the lowest
+    of all methods at its size, tying, setting and learning rate; else 0, or NaN if there is no other method.
+    By this rule the authors mark what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb at
+    a1b753c of github.com/flxst/output-embedding-centering.
     """
     place = [runs[name] for name in ('size', 'weight_tying', 'setting', 'lr')]
     loss = runs.groupby([*place, 'variant']).test_loss.transform(lambda x: x.mean(skipna=False))
@@ -273,13 +250,10 @@ def check_comparable(runs, names=COMPARABLE, by=('size', 'weight_tying')):
 
 
 def complete(runs):
-    """
-    Rows of settings and results -> the runs, in the paper's order: with all of RESULTS, names, and what they
-    are compared by. Refuses runs that do not belong in one table, before anything is measured.
-    """
+    """Rows of settings and results -> the runs, in the paper's order and named, or a refusal."""
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
-    runs = runs.astype(dict.fromkeys(TEXTS, object)).fillna(
-        {**dict.fromkeys(TEXTS, ''), 'seed': 0, 'mu_shift': 0})
+    runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
+    runs = runs.fillna({'seed': 0, 'mu_shift': 0})
     runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
     check_runs(~runs.run.duplicated(), runs, 'a second row of this run')
     check_runs((runs.lr > 0) & np.isfinite(runs.lr), runs, 'its lr is not a positive number')
@@ -318,53 +292,26 @@ def write_csv(path, rows, float_format=None):
     save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
 
 
-def read_csv(path):
-    """All cells of a csv file as text, '' if empty; the names of columns without spaces and capitals."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('error', pd.errors.ParserWarning)  # rows longer than the header: 3,55
-            rows = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).fillna('')
-    except (ValueError, pd.errors.ParserWarning) as error:  # it is no csv
-        check(False, f'{path}: {error}')
-    return rows.rename(columns=lambda name: name.strip().lower())
-
-
-def numbers(cells, path):
-    """A column of text -> floats, NaN for a number that is not known or finite."""
-    values = pd.to_numeric(cells.replace({'True': '1', 'False': '0', '': 'nan'}), errors='coerce')
-    wrong = values.isna() & ~cells.str.lower().isin(['nan', ''])
-    check(not wrong.any(), f'{path}: {cells.name} should be a number, not {cells[wrong].iloc[:1].tolist()}')
-    return values.astype(float).replace([math.inf, -math.inf], math.nan)
-
-
-def read_runs(path, notes=None):
-    """
-    A csv of runs, see `complete`; `notes` gets lines on what is not read. Columns beyond RESULTS are settings
-    if they are called as a flag of train.py, else, if they are numbers, statistics.
-    """
-    rows = read_csv(path).drop(columns=['diverged', 'diverged_step'], errors='ignore')  # an older version's
+def read_runs(path):
+    """A csv of runs, see `complete`. A column beyond RESULTS is a flag of train.py or a fork's statistic."""
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # text alone, '' where a cell is empty
+    check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows are longer than its header')  # 3,55
+    rows = rows.fillna('').rename(columns=lambda name: name.strip().lower())
     missing = [name for name in REQUIRED if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
     check(len(rows), f'{path}: has no runs')
     check((rows.test_loss != '').all(), f'{path}: a test_loss is empty; nan means that it was not finite')
-    for name in rows.columns.difference([*RESULTS, *IN_NAMES]):
-        alike = difflib.get_close_matches(name, set(RESULTS) - {*rows}, 1)
-        if alike and notes is not None:
-            notes.append(f'{path}: its column {name} is not read as {alike[0]}')
-        if name in FLAGS or pd.to_numeric(rows[name], errors='coerce').isna().all():
-            del rows[name]
+    rows = rows.drop(columns=['diverged', 'diverged_step'], errors='ignore')  # of older versions
     for name in rows.columns.difference([*TEXTS, *IN_NAMES]):
-        rows[name] = numbers(rows[name], path)
+        cells = rows[name].replace({'True': '1', 'False': '0', '': 'nan'})
+        values = pd.to_numeric(cells, errors='coerce')
+        wrong = cells[values.isna() & (cells.str.lower() != 'nan')]
+        if name not in RESULTS and (name in FLAGS or values.isna().all()):
+            del rows[name]
+            continue
+        check(wrong.empty, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
+        rows[name] = values.astype(float).replace([math.inf, -math.inf], math.nan)
     return complete(rows)
-
-
-def read_curves(path):
-    """The curves.csv beside a results.csv, or no rows."""
-    path = path.with_name('curves.csv')
-    if not path.exists():
-        return pd.DataFrame(columns=['run'])
-    rows = read_csv(path)
-    return rows.assign(**{name: numbers(rows[name], path) for name in rows.columns.drop('run')})
 
 
 def of_runs(curves, runs):
@@ -375,57 +322,51 @@ def of_runs(curves, runs):
 
 
 # -------- a sweep
-def collect(folders, out):
-    """
-    Measures the finished runs in or right below `folders` and writes three csv files -> the runs; curves,
-    also those of runs that are not finished; two lists of lines: the data of the runs, and what is missing.
-    A run that cannot be read or measured does not stop the others.
-    """
-    missing = []
-    finished, others, curves, datasets = [], [], [], set()
+def read_folders(folders):
+    """All runs in or right below `folders`, a row each; their curves; lines on what cannot be read."""
     configs = {path for folder in folders for name in ('config.json', '*/config.json')
                for path in Path(folder).glob(name)}
+    runs, curves, missing = [], [], []
     for folder in sorted(path.parent for path in configs):
-        is_finished = (folder / 'result.json').exists()
-        if not is_finished:
-            missing.append(f'not finished: {folder}')
         try:
             run, curve = read_run(folder)
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
-            missing += [f'left out: {folder}: {error} ({type(error).__name__})'] if is_finished else []
+            missing.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
-        (finished if is_finished else others).append(run)
+        runs.append(run)
         curves.append(curve)
-        datasets.add(f'{run["data"]}, in batches of {run["batch_size"]} x {run["block_size"]} tokens')
-    check(finished, f'{" ".join(folders)}: no finished run in there; {"; ".join(missing[:2])}')
-    runs = pd.DataFrame(finished)
-    runs = complete(runs[[name for name in runs if name in {*RESULTS, *FLAGS}]])
+        if not run['finished']:
+            missing.append(f'not finished: {folder}')
+    check(any(run['finished'] for run in runs),
+          f'{" ".join(folders)}: no finished run in there; {"; ".join(missing[:2])}')
+    return pd.DataFrame(runs), pd.concat(curves), missing
 
+
+def collect(folders, out):
+    """Reads and measures runs, writes three csv files -> the finished ones; all curves; what is missing."""
+    everything, curves, missing = read_folders(folders)
+    settings = everything.loc[everything.finished, [x for x in everything if x in {*RESULTS, *FLAGS}]]
+    complete(settings)  # refuses, before anything is measured
     statistics, distributions = [], []
-    for i, folder in enumerate(runs.run, 1):
-        print(f'[{i}/{len(runs)}] measuring {folder}', flush=True)
+    for i, folder in enumerate(settings.run, 1):
+        print(f'[{i}/{len(settings)}] measuring {folder}', flush=True)
         measured = {'numbers': {}, 'distributions': {}}
         try:
             measured = measure_run(Path(folder))
-            if 'r_cos' not in measured['numbers']:
-                missing.append(f'{folder} is without r_cos, r_log, cos_mu_h: its logits are not E h')
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             missing.append(f'{folder} is without statistics: {error} ({type(error).__name__})')
         statistics.append({**measured['numbers'], 'run': folder})
         distributions += [{'run': folder, 'quantity': name, **x}
                           for name, x in measured['distributions'].items()]
-    statistics = pd.DataFrame(statistics).drop(columns='loss', errors='ignore')  # there is the test loss
-    runs = runs.drop(columns=statistics.columns.drop('run'), errors='ignore').merge(statistics, on='run')
+    runs = complete(settings.merge(pd.DataFrame(statistics), on='run'))
 
-    columns = [*RESULTS, *flags_in_names(runs), *own_statistics(runs)]
-    rows = runs.reindex(columns=list(dict.fromkeys(columns)))
+    rows = runs[list(dict.fromkeys([*RESULTS, *flags_in_names(runs), *own_statistics(runs)]))]
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
-    curves = pd.concat(curves)
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    others = pd.DataFrame(others, columns=['run', 'size', 'weight_tying', 'lr'])
-    others['variant'] = [f'{Path(run).name}, not finished' for run in others.run]
-    return runs, of_runs(curves, pd.concat([runs, others])), sorted(datasets), missing
+    others = everything[~everything.finished]
+    others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
+    return runs, of_runs(curves, pd.concat([runs, others])), missing
 
 
 # -------- learning rate sensitivity
@@ -439,40 +380,39 @@ PUBLISHED = pd.read_csv(Path(__file__).parent / 'analysis/paper_lrs.csv',
 def learning_rate_sensitivity(runs):
     """
     LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
-    min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), which is what the published tables have. A second
-    list names seeds left out, which have one learning rate, or others than the seed with the most, if any has
-    enough for a table.
-    A method with a seed that learned nothing at any learning rate has no LRS: it would be 0, the best.
+    min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables; NaN for a variant with a
+    seed that learned nothing at any learning rate, or it would be 0, the best. Left out are seeds with one
+    learning rate, or with others than the seed with the most; a second list names them.
     """
     by = [*VARIANT, 'seed']
-    lowest = runs.groupby(by, dropna=False).capped_loss.transform('min')
+    lowest = runs.groupby(by).capped_loss.transform('min')
     runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - MIN_LEARNED)
-    rows = runs.groupby(by, sort=False, dropna=False).agg(
+    rows = runs.groupby(by, sort=False).agg(
+        **{name: (name, 'first') for name in [*OF_VARIANT, 'n_params', 'dead']},
         lrs=('rise', 'mean'), n_lrs=('rise', 'count'),
         rates=('lr', lambda rates: ' '.join(f'{lr:g}' for lr in rates)),
-        n_params=('n_params', 'max'), dead=('dead', 'all'), behind=('behind', 'max'),
-        behind_lam=('behind_lam', 'max')).reset_index()
+        behind=('behind', 'max'), behind_lam=('behind_lam', 'max')).reset_index()
     rows['lrs_n1'] = rows.lrs * rows.n_lrs / (rows.n_lrs - 1).where(rows.n_lrs > 1)
-    by_n_lrs = rows.sort_values('n_lrs', kind='stable').groupby(VARIANT, dropna=False)
-    compared = (rows.n_lrs > 1) & (rows.rates == by_n_lrs.rates.transform('last').sort_index())
+    most = rows.loc[rows.groupby(VARIANT).n_lrs.transform('idxmax'), 'rates'].to_numpy()
+    compared = (rows.n_lrs > 1) & (rows.rates == most)
     left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed '
                 f'{row.seed:.0f}, with learning rates {row.rates}'
                 for row in rows[~compared].itertuples() if rows.n_lrs.max() >= report.MIN_RATES]
     rows = rows[compared]
-    dead = rows.groupby(VARIANT, dropna=False).dead.transform('any')
+    dead = rows.groupby(VARIANT).dead.transform('any')
     return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out
 
 
 def mean_over_seeds(lrs_of_seeds):
     """The rows of lrs.csv; `published` is the paper's number, for its own learning rates."""
-    rows = lrs_of_seeds.groupby(VARIANT, sort=False, dropna=False).agg(
-        lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'), n_lrs=('n_lrs', 'max'), rates=('rates', 'first'),
-        behind=('behind', 'max'), behind_lam=('behind_lam', 'max'), seeds=('seed', 'nunique'),
-        lrs_n1_lowest=('lrs_n1', 'min'), lrs_n1_highest=('lrs_n1', 'max')).reset_index()
-    names = zip(rows.weight_tying.map(report.TYING), rows['size'], rows.variant, strict=True)
-    rows['published'] = pd.Series(map(PUBLISHED.lrs.get, names), dtype=float)
-    rows['published'] = rows.published.where(rows.rates == PAPER_LRS)
-    return rows
+    rows = lrs_of_seeds.groupby(VARIANT, sort=False).agg(
+        **{name: (name, 'first') for name in OF_VARIANT}, lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'),
+        n_lrs=('n_lrs', 'max'), rates=('rates', 'first'), behind=('behind', 'max'),
+        behind_lam=('behind_lam', 'max'), seeds=('seed', 'nunique'), lrs_n1_lowest=('lrs_n1', 'min'),
+        lrs_n1_highest=('lrs_n1', 'max')).reset_index()
+    names = pd.MultiIndex.from_arrays([rows.weight_tying.map(report.TYING), rows['size'], rows.variant])
+    published = PUBLISHED.lrs.reindex(names).to_numpy()
+    return rows.assign(published=np.where(rows.rates == PAPER_LRS, published, math.nan))
 
 
 # -------- the program
@@ -488,29 +428,30 @@ add('--out', type=user_path, help='folder to write to (default: results/NAME, of
 def main(argv=None):
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
-    check(args.results is None or os.path.isfile(args.results), f'--results={args.results} is not a file')
-    inputs = [Path(name).resolve() for name in args.runs or [args.results]]
-    names = [path.parent.name if path.name == 'results.csv' else path.name.removesuffix('.csv')
-             for path in inputs]
-    out = Path(args.out or Path('results', '+'.join(names)))
+    inputs = args.runs or [args.results.removesuffix('results.csv').removesuffix('.csv')]
+    out = Path(args.out or Path('results', '+'.join(Path(name).resolve().name for name in inputs)))
 
-    datasets, missing = [], []
     if args.runs:
-        runs, curves, datasets, missing = collect(args.runs, out)
+        runs, curves, missing = collect(args.runs, out)
     else:
-        runs = read_runs(args.results, missing)
-        curves = of_runs(read_curves(Path(args.results)), runs)
+        runs, missing = read_runs(args.results), []
+        path = Path(args.results).with_name('curves.csv')
+        curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
+        curves = of_runs(curves, runs)
+    own = own_statistics(runs)
+    if own:
+        missing.append(f'only listed, as no column of results.csv is called so: {", ".join(own)}')
     lrs_of_seeds, not_in_lrs = learning_rate_sensitivity(runs)
     lrs = mean_over_seeds(lrs_of_seeds)
     missing += not_in_lrs
     write_csv(out / 'lrs.csv', lrs.drop(columns=['plain_name', 'at_default_lam', 'of_several_lam']))
 
-    tables = report.make_tables(runs, lrs, own_statistics(runs))
+    tables = report.make_tables(runs, lrs, own)
     figures = report.draw_figures(runs, curves, out / 'figures')
     report.write_markdown(out / 'tables.md', tables)
     first, *others = tables  # the last is of all runs
     report.write_page(out / 'report.html', [first, *others[:-1], *figures, *others[-1:]],
-                      [*report.describe(runs, datasets), *missing])
+                      [*report.describe(runs), *missing])
 
     print('', *missing, sep='\n')
     for table in tables[:-1]:

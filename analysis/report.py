@@ -4,6 +4,7 @@ figures/*.png and report.html. Nothing is decided here but how it looks.
 """
 import base64
 import html
+import itertools
 import math
 
 import matplotlib.pyplot as plt
@@ -55,16 +56,16 @@ def lrs_table(lrs, columns, title):
         return None
     complete = lrs.rates == lrs.rates[lrs.n_lrs == lrs.n_lrs.max()].mode()[0]
     best = best_of_sizes(lrs, complete)
-    cells, lowest, highest = (
-        lrs[column].map('{:.3f}'.format) for column in ('lrs_n1', 'lrs_n1_lowest', 'lrs_n1_highest'))
-    texts = lrs.variant + ' ' + cells
+    cells = lrs.lrs_n1.map('{:.3f}'.format)
+    named = lrs.variant + ' ' + cells
     won = '; '.join(f'{size} {", ".join(part[best[part.index]]) or "undecided, as ranges overlap"}'
-                    for size, part in texts.groupby(lrs['size'], sort=False))
+                    for size, part in named.groupby(lrs['size'], sort=False))
     cells = cells.where(complete, cells + ' (' + lrs.n_lrs.astype(str) + ' lr)')
     cells = cells.mask(lrs.behind == 0, '<u>' + cells + '</u>')
     cells = cells.mask(best, '<b>' + cells + '</b>')
-    cells = cells.mask(lrs.seeds > 1, cells + ' [' + lowest + ', ' + highest + ']')
-    cells = cells.mask(lrs.published.notna(), cells + lrs.published.map(' <sub>{:.3f}</sub>'.format))
+    ranges = lrs.lrs_n1_lowest.map(' [{:.3f}, '.format) + lrs.lrs_n1_highest.map('{:.3f}]'.format)
+    cells += ranges.where(lrs.seeds > 1, '')
+    cells += lrs.published.map(' <sub>{:.3f}</sub>'.format).where(lrs.published.notna(), '')
     cells = cells.where(lrs.lrs_n1.notna(), '-').set_axis(pd.MultiIndex.from_frame(lrs[['size', columns]]))
     return dict(title=title, message=f'{title}: lowest, which is best: {won}.',
                 rows=grid(cells).rename(columns={'size': 'N'}), caption=(
@@ -93,9 +94,8 @@ def rounding_table(runs):
     setting = ['method', 'size', 'tying', 'η']
     means = runs.groupby([*setting, 'case'], sort=False).test_loss.agg(lambda x: x.mean(skipna=False))
     *worst, _ = means.fillna(math.inf).idxmax()  # nan, where a run was not finite
-    cases = means.loc[tuple(worst)].rename(lambda case: case.replace(', ', ' and a '))
-    said = '; '.join(f'{x:.2f} with {case}' for case, x in cases.items())
-    said = f'By rounding alone, {worst[0]} at η = {worst[-1]} ends at a test loss of {said}.'
+    cases = '; '.join(f'{x:.2f} with {case.replace(", ", " and a ")}' for case, x in means[*worst].items())
+    said = f'By rounding alone, {worst[0]} at η = {worst[-1]} ends at a test loss of {cases}.'
     return dict(title='What rounding does', rows=grid(means.map('{:.2f}'.format)), message=said, caption=(
         'The mean of the output embeddings adds one number to all logits of a position, which changes no '
         'probability or gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. '
@@ -110,7 +110,7 @@ def run_table(runs, own_statistics):
     known = runs[[*formats]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(formats[column.name].format)).replace(['nan', 'nan%'], '')
     best = runs.loc[runs.groupby(['size', 'weight_tying'], sort=False).test_loss.idxmin(skipna=True).dropna()]
-    said = '; '.join(f'{run.N}, {TYING[run.weight_tying]}: {run.variant} at η = {run.lr:g}, '
+    said = '; '.join(f'{run.variant} of {run.N}, {TYING[run.weight_tying]}, at η = {run.lr:g}: '
                      f'{run.test_loss:.4f}' for run in best.rename(columns={'size': 'N'}).itertuples())
     said = f'Lowest test loss: {said or "none was finite"}.'
     return dict(title='All runs', rows=cells, message=said, caption=(
@@ -171,11 +171,8 @@ def draw_lines(ax, rows, y):
         ax.scatter(mean.index, mean, 25, marker=marker, edgecolors=[color], linewidths=1, zorder=3,
                    facecolors=faces, clip_on=False)
     ax.set(xscale='log', xlabel=LABELS['lr'], ylabel=LABELS.get(y))
-    ticks = []  # the learning rates, but for those whose labels would overlap
-    for lr in sorted(rows.lr.unique()):
-        if not ticks or math.log(lr / ticks[-1]) > math.log(rows.lr.max() / rows.lr.min()) / 8:
-            ticks.append(lr)
-    ax.set_xticks(ticks, [f'{lr:g}' for lr in ticks])
+    rates = sorted(rows.lr.unique())
+    ax.set_xticks(rates, [f'{lr:g}' for lr in rates])
     ax.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -240,12 +237,10 @@ def loss(rows):
 
 
 def statistics(rows):
-    """Figure 4."""
     return four_panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'])
 
 
 def fact_3(rows):
-    """Figure 5."""
     return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
 
 
@@ -258,13 +253,10 @@ def training(rows):
     rows = rows[rows.step > 0]
     loss = 'val_loss' if rows.groupby('run').val_loss.count().median() > 1 else 'loss'
     columns = [loss, 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax']
-    columns = [name for name in columns if name in rows and rows[name].notna().any()]
-    if loss not in columns:
+    if rows[loss].isna().all():
         return None  # not finite from the first step on
     figure, axes = plt.subplots(2, 3, figsize=(10, 5.6), sharex=True)
-    for ax in axes.flat[len(columns):]:
-        ax.set_visible(False)
-    for ax, column in zip(axes.flat, columns, strict=False):
+    for ax, column in zip(axes.flat, columns, strict=True):
         for _, run in rows.dropna(subset=column).groupby('run', sort=False):
             y = run[column] if column == 'val_loss' else smooth(run[column])
             first = run.iloc[0]
@@ -272,8 +264,6 @@ def training(rows):
                     linewidth=1)
         stretch(ax, rows[column])
         ax.set(title=LABELS[column], xlabel='step')
-    top = max(rows.groupby('run')[loss].quantile(0.97).max(), rows[loss].min() + 1)
-    axes[0, 0].set_ylim(None, top)  # spikes may lie above it
     handles = {line.get_label(): line for ax in axes.flat for line in ax.lines}
     figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
     return figure
@@ -287,14 +277,13 @@ def rounding(rows):
     methods, cases = rows.but_for_rounding.unique(), rows.case.unique()
     figure, axes = plt.subplots(len(methods), len(cases), figsize=(1 + 3 * len(cases), 1 + 2 * len(methods)),
                                 sharex=True, sharey=True, squeeze=False)
-    for axes_of_method, method in zip(axes, methods, strict=True):
-        for ax, case in zip(axes_of_method, cases, strict=True):
-            part = rows[(rows.but_for_rounding == method) & (rows.case == case)]
-            for _, run in part.groupby('run', sort=False):
-                ax.plot(run.step, smooth(run.loss))
-            ax.set_title(f'{method}\n{case}', fontsize=9)
-        axes_of_method[0].set_ylabel(LABELS['loss'])
+    for ax, (method, case) in zip(axes.flat, itertools.product(methods, cases), strict=True):
+        part = rows[(rows.but_for_rounding == method) & (rows.case == case)]
+        for _, run in part.groupby('run', sort=False):
+            ax.plot(run.step, smooth(run.loss))
+        ax.set_title(f'{method}\n{case}', fontsize=9)
     figure.supxlabel('step', fontsize=9)
+    figure.supylabel(LABELS['loss'], fontsize=9)
     return figure
 
 
@@ -303,17 +292,15 @@ FIGURES = [  # function, title, caption
      'A line for each seed; the same axes in all panels. Means of ten log lines.'),
     (loss, 'Test loss against learning rate',
      'A loss above the one at initialisation is drawn as that one. Small panels: the two largest learning '
-     'rates. Filled: what the paper calls diverged, which says no more than that another method was better '
-     'at that learning rate. (Figures 2 and 9 of the paper)'),
+     'rates. Filled: what the paper calls diverged: another method was over 1% better there. (Figures 2, 9)'),
     (statistics, 'Mean embedding and logits against learning rate',
      'The norm of the mean μ of the output embeddings; of the logits of a position their mean, standard '
-     'deviation and largest |logit|, as means over the test positions. Without runs that were not finite. '
-     '(Figure 4 of the paper)'),
+     'deviation and largest |logit|, means over the test positions of runs that were finite. (Figure 4)'),
     (fact_3, 'What centering would change in the baseline',
      'r_emb: the norm of an output embedding minus μ, divided by that without. r_cos, r_log: likewise for '
      'the largest |cosine| with a hidden state h and the largest |logit| of a position. Below 1, the dotted '
-     'line, centering lowers it; above, it raises it. cos(μ, h): the cosine of the mean embedding and h. '
-     'Means over the vocabulary or test positions, without runs that were not finite. (Figure 5)'),
+     'line, centering lowers it. cos(μ, h): the cosine of the mean embedding and h. Means over the '
+     'vocabulary or test positions, of runs that were finite. (Figure 5)'),
     (training, 'Training curves',
      'A line for each run: its loss; the norm of the mean μ of the output embeddings; of the logits of a '
      'position their mean, how that varies, their standard deviation and the largest |logit|. All but a val '
@@ -342,6 +329,8 @@ def draw_figures(runs, curves, folder):
 
 
 # -------- the pages
+DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'mu_shift', 'seed', 'steps', 'batch_size', 'block_size',
+             'dtype', 'logits_dtype', 'device', 'data']
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 68rem; font-family: sans-serif; } img { max-width: 100%; }
   div { overflow-x: auto; } td, th { padding: .1rem .4rem; text-align: right; font-size: .8rem; }
@@ -349,18 +338,15 @@ STYLE = '''<!doctype html><meta charset="utf-8"><style>
 </style>'''
 
 
-def describe(runs, data=()):
-    """Lines that say what was run, on what data, and what too few rates, steps or seeds cannot say."""
-    named = runs.assign(weight_tying=runs.weight_tying.map(TYING), data=', '.join(data),
+def describe(runs):
+    """Lines that say what was run, and what too few rates, steps or seeds cannot say."""
+    named = runs.assign(weight_tying=runs.weight_tying.map(TYING),
                         method=runs.method.map(NAMES).fillna(runs.method))
-    words = {'size': 'size', 'weight_tying': 'weight tying', 'method': 'method', 'lr': 'learning rate',
-             'mu_shift': 'norm of an added vector', 'seed': 'seed', 'steps': 'steps', 'dtype': 'matmuls in',
-             'logits_dtype': 'logits in', 'device': 'device', 'data': 'data'}
     facts = []
-    for column, word in words.items():
+    for column in named.columns.intersection(DESCRIBED, sort=False):
         values = [x if isinstance(x, str) else f'{x:.12g}' for x in named[column].dropna().unique()]
         if any(value not in ('', '0') for value in values):  # a seed of 0 alone is an unknown one
-            facts.append(f'{word}: {", ".join(values)}')
+            facts.append(f'{column}: {", ".join(values)}')
     lines = [f'{len(runs)} run{"s" * (len(runs) > 1)}. {"; ".join(facts)}.']
     setting = runs.groupby(['size', 'weight_tying', 'variant'])
     if setting.lr.nunique().max() < MIN_RATES:
@@ -386,19 +372,19 @@ def write_page(path, items, lines):
     Writes report.html, which needs no other file, of tables and figures. `lines` say what was run and what is
     missing: they come first, but after the first table if that has a message.
     """
-    paragraphs = ''.join(f'<p>{html.escape(line)}</p>\n' for line in lines)
-    page = f'{STYLE}<h1>{path.resolve().parent.name}</h1>\n'
-    page += '' if 'message' in items[0] else paragraphs
+    parts = []
     for item in items:
-        heading = f'<h2>{item["title"]}</h2>\n'
-        message = f'<p><b>{html.escape(item["message"])}</b></p>\n' if 'message' in item else ''
-        page += message + heading if item is items[0] else heading + message
+        part = f'<h2>{item["title"]}</h2>\n'
+        if 'message' in item:
+            part = f'<p><b>{html.escape(item["message"])}</b></p>\n' + part
         if 'rows' in item:
             rows = item['rows'].rename(columns=lambda name: name.replace('_', '_<wbr>'))  # may break there
-            page += f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>\n'
+            part += f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>\n'
         else:
             image = base64.b64encode(item['file'].read_bytes()).decode()
-            page += f'<img src="data:image/png;base64,{image}">\n'
-        page += f'<p>{item["caption"]}</p>\n'
-        page += paragraphs if item is items[0] and message else ''
+            part += f'<img src="data:image/png;base64,{image}">\n'
+        parts.append(f'{part}<p>{item["caption"]}</p>\n')
+    paragraphs = ''.join(f'<p>{html.escape(line)}</p>\n' for line in lines)
+    parts.insert(1 if 'message' in items[0] else 0, paragraphs)
+    page = f'{STYLE}<h1>{path.resolve().parent.name}</h1>\n{"".join(parts)}'
     path.write_text(page, encoding='utf-8')
