@@ -252,9 +252,10 @@ def training(rows):
     """A panel for each quantity, a line for each run of one size, tying and learning rate."""
     rows = rows[rows.step > 0]
     loss = 'val_loss' if rows.groupby('run').val_loss.count().median() > 1 else 'loss'
-    columns = [loss, 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax']
     if rows[loss].isna().all():
         return None  # not finite from the first step on
+    columns = [loss, 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax']
+    rows = rows.reindex(columns=[*rows, *(name for name in columns if name not in rows)])
     figure, axes = plt.subplots(2, 3, figsize=(10, 5.6), sharex=True)
     for ax, column in zip(axes.flat, columns, strict=True):
         for _, run in rows.dropna(subset=column).groupby('run', sort=False):
