@@ -13,8 +13,6 @@ from small_runs import SMALL, shard
 FLAGS = {train: '''
     --lam=1 -> --lam, --method=baseline
     --lr=nan -> --lr, positive float
-    --lr=0 -> --lr, positive float
-    --warmup=-1 -> --warmup, non-negative int
     --min_lr=1 -> --min_lr=1, --lr
     --rope_fraction=2 -> --rope_fraction
     --steps=1.5 -> --steps, positive int
@@ -22,7 +20,6 @@ FLAGS = {train: '''
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
     --n_embd=30 --n_head=4 -> --n_embd, --n_head
     --mu_shift=30 --weight_tying -> --mu_shift
-    --mu_shift=30 --init_from=x -> --mu_shift
     --device=cuda -> --device=cuda, GPU
     --out={bad}/x.txt -> x.txt
     --vocab_size=100 -> 257, --vocab_size
@@ -36,7 +33,6 @@ FLAGS = {train: '''
     --files=x -> --source=local
     --source=local --files={bad}/*.* -> .doc, .csv
     --source=local --files=/nowhere/* -> /nowhere
-    --val_tokens=0 -> --val_tokens, positive int
     --shard_tokens=3e9 -> 2^31
     ''', analyze: '''
     -> --results

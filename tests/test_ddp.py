@@ -51,7 +51,8 @@ def test_killed_ranks(corpus, tmp_path):
         finish(rank, 0)
     for rank in ranks(2, [*flags, f'--out={killed}'], tmp_path / 'stderr', prepare=(at_step, 6, kill)):
         finish(rank, -signal.SIGKILL)
-    assert load(killed, 'ckpt.pt')['step'] == 3
+    stopped = load(killed, 'ckpt.pt')
+    assert stopped['step'] == 3
     argv = ['--standalone', '--nproc_per_node=2', '--start_method=fork', '--signals-to-handle=SIGINT',
             '--run_path', f'{ROOT}/train.py', *flags, f'--out={killed}']
     left = []
@@ -59,7 +60,7 @@ def test_killed_ranks(corpus, tmp_path):
         finish(process(torch.distributed.run.main, argv, daemon=False), 0)
         left.append(folder_hash(killed))
     assert_same(state_of(killed), state_of(whole))
-    assert left[0] == left[1]
+    assert left[0] == left[1] and load(killed)['config']['run_id'] == stopped['config']['run_id']
 
 
 def other_data():

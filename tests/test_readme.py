@@ -1,4 +1,4 @@
-"""README.md: its commands, LRS tables, added method, sample of a model, its lines for one's own loop."""
+"""README.md: its commands, added method, sample of a model, its lines for one's own loop."""
 import functools
 import re
 import shlex
@@ -8,7 +8,6 @@ import sys
 from itertools import product
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,16 +24,6 @@ from test_facts import close, generator, normal
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 PROGRAMS = {'train': train, 'prepare_fineweb': prepare_fineweb, 'analyze': analyze}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
-
-
-@pytest.mark.parametrize('tying', ['untied', 'tied'])
-def test_lrs_table(tying):
-    """The paper's numbers, underlined where all runs converged."""
-    table = re.search(rf'^{tying} *\| *16M.*\n-.*\n((?:.+\|.+\n)+)', README, re.M)[1].replace(' | ', '|')
-    paper = pd.read_csv(f'{ROOT}/analysis/paper_lrs.csv').query('tying == @tying').dropna()
-    cells = paper.lrs.map('{:.3f}'.format)
-    cells = cells.where(paper.converged == 0, '<u>' + cells + '</u>').groupby(paper.variant, sort=False)
-    assert table.splitlines() == ['|'.join([name, *row]) for name, row in cells]
 
 
 def test_adding_a_method(tmp_path, monkeypatch):

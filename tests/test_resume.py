@@ -127,6 +127,7 @@ def test_other_data(corpus, begun, tmp_path):
     refused(lambda: train.main(flags_of(other, begun, '--rope_fraction=1')), 'rope_fraction=')
     train.main(flags_of(other, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert result_of(begun)['model_step'] == 4  # the last step is saved without --ckpt_every too
+    assert train.read_json(f'{begun}/config.json')['run_id'] != parts['config']['run_id']  # as it is a copy
 
 
 # Values that the run below does not have: what may not change when it resumes, and what may.

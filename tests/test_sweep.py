@@ -151,11 +151,6 @@ def test_shared_gpus(fake, env, given):
     assert sorted(fake.gpus()) == given
 
 
-def test_free_gpu(fake):
-    fake.held(5, 4, METHODS='z_loss', CUDA_VISIBLE_DEVICES='3,1', grid='drift', SEEDS='1', HOLD='lr0.0001')
-    assert sorted(fake.gpus()) == ['1', '1', '1', '1', '3']
-
-
 @pytest.mark.parametrize('kill, name, done', [
     (os.killpg, 'INT', 2), (os.kill, 'TERM', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
 def test_killed_sweep(fake, kill, name, done):
