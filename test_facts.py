@@ -276,6 +276,11 @@ def test_head_equation(method):
         close(stats['reg'].mean() + embedding_penalty(E, config), reg, rtol=1e-10, atol=1e-10)
 
 
+def test_no_target_is_ignored():
+    with pytest.raises((IndexError, RuntimeError)):
+        head_loss(torch.randn(2, 8), torch.randn(5, 8), torch.tensor([1, -100]), GPTConfig())
+
+
 @pytest.mark.parametrize('tying', [False, True])
 @pytest.mark.parametrize('method', METHODS)
 def test_model_equation(method, tying):

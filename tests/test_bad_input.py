@@ -15,7 +15,6 @@ FLAGS = {train: '''
     --lr=nan -> --lr, positive float
     --min_lr=1 -> --min_lr=1, --lr
     --rope_fraction=2 -> --rope_fraction
-    --steps=1.5 -> --steps, positive int
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
     --n_embd=30 --n_head=4 -> --n_embd, --n_head
@@ -30,9 +29,7 @@ FLAGS = {train: '''
     --data={bad}/words --vocab_size=100 -> --vocab_size=100
     ''', prepare_fineweb: '''
     --source=local --files=x --out= -> --out
-    --files=x -> --source=local
     --source=local --files={bad}/*.* -> .doc, .csv
-    --source=local --files=/nowhere/* -> /nowhere
     --shard_tokens=3e9 -> 2^31
     ''', analyze: '''
     -> --results
