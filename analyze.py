@@ -440,7 +440,7 @@ def main(argv=None):
         curves = of_runs(curves, runs)
     own = own_statistics(runs)
     if own:
-        missing.append(f'only listed, as no column of results.csv is called so: {", ".join(own)}')
+        missing.append(f'columns that only the table of runs shows: {", ".join(own)}')
     lrs_of_seeds, not_in_lrs = learning_rate_sensitivity(runs)
     lrs = mean_over_seeds(lrs_of_seeds)
     missing += not_in_lrs

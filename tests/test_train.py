@@ -13,7 +13,6 @@ import torch
 
 import train
 from conftest import finish, process, refused
-from model import GPT, gpt_config
 from small_runs import SMALL, assert_same, at_step, kill, load, log_of, result_of, state_of
 
 LONG = ('--method=mu_loss', '--lr=3e-2', '--steps=40', '--logits_dtype=bfloat16', '--log_every=5',
@@ -38,7 +37,8 @@ def test_what_a_run_leaves(whole):
     assert set(saved) == {'model', 'step', 'config'} and saved['step'] == result['model_step'] == 40
     assert saved['config'] == train.read_json(f'{whole}/config.json')
     assert_same(saved['model'], load(whole, 'model_40.pt')['model'])
-    GPT(gpt_config(saved['config'])).load_state_dict(saved['model'])
+    train.record_code(args := SimpleNamespace(commit='', out=whole))
+    assert saved['config']['commit'] == args.commit
     assert result['test_loss'] < result['init_loss'] - 1
 
 
