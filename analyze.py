@@ -6,7 +6,7 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
 
 It writes results.csv, a row for each run: settings, test loss, statistics of its model; curves.csv, of the
-logs; distributions.csv, quartiles over positions or the vocabulary; lrs.csv; what analysis/report.py draws.
+logs; distributions.csv, quartiles over positions or the vocabulary; lrs.csv; what tools/report.py draws.
 
 Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
 (N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 
 import train
-from analysis import report
+from tools import report
 from model import GPT, METHODS, SIZES, gpt_config, summarize
 from train import check, on_error, read_json, save
 
@@ -373,7 +373,7 @@ def collect(folders, out):
 MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
 PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 # the LRS of the paper's tables, and what they underline, by (tying, size, variant)
-PUBLISHED = pd.read_csv(Path(__file__).parent / 'analysis/paper_lrs.csv',
+PUBLISHED = pd.read_csv(Path(__file__).parent / 'tools/paper_lrs.csv',
                         index_col=['tying', 'size', 'variant'])
 
 

@@ -14,7 +14,7 @@ import torch
 
 import train
 from analyze import centering_ratios, learning_rate_sensitivity, norm_ratios, read_runs
-from model import GPT, METHODS, GPTConfig, embedding_penalty, gpt_config, head_loss
+from model import GPT, METHODS, GPTConfig, embedding_penalty, gpt_config, head_logits, head_loss
 
 F64 = torch.float64
 close = torch.testing.assert_close
@@ -30,6 +30,11 @@ def normal(g, *shape):
 
 def config_64(method='baseline', **more):
     return GPTConfig(head_mode=method, dtype='float64', logits_dtype='float64', **more)
+
+
+def head(h, E, targets, config):
+    """The head of model.py: h (N, H), E (V, H), targets (N,) -> the objective without penalty, statistics."""
+    return head_loss(head_logits(h, E, config), targets, config)
 
 
 def random_heads(n=60):
@@ -84,7 +89,7 @@ def test_roundoff_example_of_the_introduction(dtype, centered, p_1):
     E = torch.tensor([[1.0, 1.0]] + [[1.0, 0.0]] * 10)
     if centered:
         E -= E.mean(dim=0)
-    loss, stats = head_loss(h, E, torch.tensor([0]), GPTConfig(logits_dtype=dtype))
+    loss, stats = head(h, E, torch.tensor([0]), GPTConfig(logits_dtype=dtype))
     assert math.exp(-loss) == pytest.approx(p_1, abs=6e-4)
     assert centered or stats['logit_absmax'].item() == (128.5 if dtype == 'float32' else 128)
 
@@ -95,7 +100,7 @@ def test_roundoff_example_of_the_introduction(dtype, centered, p_1):
 def test_fact_1():
     """The mean logit is mu . h."""
     for h, E, targets in random_heads():
-        _, stats = head_loss(h, E, targets, config_64())
+        _, stats = head(h, E, targets, config_64())
         close(stats['logit_mean'], h @ E.mean(dim=0), rtol=1e-10, atol=1e-10)
 
 
@@ -112,7 +117,7 @@ def test_fact_2(weighted):
         results = []
         for embeddings in (E, E - mean):
             h_, E_ = h.clone().requires_grad_(), embeddings.clone().requires_grad_()
-            loss, stats = head_loss(h_, E_, targets, config_64())
+            loss, stats = head(h_, E_, targets, config_64())
             results.append((stats, loss, *torch.autograd.grad(loss, (h_, E_))))
         (stats, *before), (star_stats, *after) = results
         scale = max(1, stats['logit_absmax'].max().item())
@@ -221,6 +226,8 @@ def test_which_optimizers_move_mu(name, tying, monkeypatch):
 def equations_logits(method, h, E, cap):
     """The logits (N, V) that enter the softmax, as in the paper of the method, without code of model.py."""
     logits = h @ E.T
+    if method == 'centered_head':
+        logits = logits - logits.mean(dim=1, keepdim=True)
     if cap:
         logits = cap * torch.tanh(logits / cap)
     if method == 'norm_softmax':
@@ -253,7 +260,7 @@ def equations(method, h, E, targets, lam, cap):
 
 def objective(h, E, targets, config):
     """What training minimises, a mean over positions; and the head's statistics."""
-    loss, stats = head_loss(h, E, targets, config)
+    loss, stats = head(h, E, targets, config)
     return loss + embedding_penalty(E, config), stats
 
 
@@ -278,7 +285,7 @@ def test_head_equation(method):
 
 def test_no_target_is_ignored():
     with pytest.raises((IndexError, RuntimeError)):
-        head_loss(torch.randn(2, 8), torch.randn(5, 8), torch.tensor([1, -100]), GPTConfig())
+        head_loss(torch.randn(2, 5), torch.tensor([1, -100]), GPTConfig())
 
 
 @pytest.mark.parametrize('tying', [False, True])
@@ -334,9 +341,9 @@ def test_step_equation(method, tying):
 
 def of_logits(logits, targets, config):
     """head_loss of given logits (N, V), and the gradient of its sum with respect to them."""
-    E = logits.T.clone().requires_grad_()
-    loss, stats = head_loss(torch.eye(len(logits)).to(logits), E, targets, config)
-    return loss, stats, torch.autograd.grad(loss * len(logits), E)[0].T
+    logits = logits.clone().requires_grad_()
+    loss, stats = head_loss(logits, targets, config)
+    return loss, stats, torch.autograd.grad(loss * len(logits), logits)[0]
 
 
 def test_z_loss_is_not_symmetric():
@@ -394,8 +401,8 @@ def test_table_1(method, intervention, symmetry, suppression):
     g = generator(0)
     h, E, logits = normal(g, 5, 16), normal(g, 64, 16) + normal(g, 16), 2 * normal(g, 9, 1)
     no_lam = config_64(method, lam=0.0, cap=3.0 if method == 'soft_capping' else None)
-    seen, mirrored = (of_logits(x, torch.zeros(9).long(), no_lam)[1]['logit_mean'] for x in (logits, -logits))
-    assert torch.allclose(seen, logits[:, 0], atol=1e-9) == (intervention == 'training')
+    seen, mirrored = (head_logits(x, torch.eye(1), no_lam) for x in (logits, -logits))
+    assert torch.allclose(seen, logits, atol=1e-9) == (intervention == 'training')
 
     odd = torch.allclose(force(method, h, E, no_lam), -force(method, h, -E, no_lam), atol=1e-9)
     assert (odd and torch.allclose(seen, -mirrored, atol=1e-9)) == (symmetry == 'yes')

@@ -39,7 +39,7 @@ for what in ${*:-tests speed drift}; do
       for size in $sizes; do
         for code in "$BEFORE" .; do
           name=speed-$size$([ "$code" = . ] || echo -before)
-          part $name 120 env -C "$code" python -m analysis.bench --device=$DEVICE --size=$size $bench \
+          part $name 120 env -C "$code" python -m tools.bench --device=$DEVICE --size=$size $bench \
             --methods=baseline,mu_loss,mu_centering
         done
       done ;;

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import analyze  # noqa: E402
-from analysis import report  # noqa: E402
+from tools import report  # noqa: E402
 
 PAPER = pd.read_csv(HERE / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])  # its Table 6
 SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
@@ -118,7 +118,7 @@ def overhead_table(runs, tying):
     return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
         "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
         f'and steps. Left out: runs that stopped, methods of one run or with times {SAME_SPEED - 1:.0%} '
-        "apart. Small: the paper's, on four A100. `python -m analysis.bench` compares methods side by side, "
+        "apart. Small: the paper's, on four A100. `python -m tools.bench` compares methods side by side, "
         'which whole runs on a shared machine do not. (Table 6)'))
 
 

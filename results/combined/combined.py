@@ -9,7 +9,7 @@ import pandas as pd
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from analysis import report  # noqa: E402
+from tools import report  # noqa: E402
 
 NAMES = {**report.NAMES, 'zipf_centering': 'Zipf-centering'}  # of older code
 COLORS = {**report.COLORS, 'zipf_centering': '#0B6623'}

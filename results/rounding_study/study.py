@@ -8,7 +8,7 @@ import pandas as pd
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from analysis import report  # noqa: E402
+from tools import report  # noqa: E402
 
 COLORS = {**report.COLORS, 'fp32 logits': 'black'}
 NAMES = {**report.NAMES, 'fp32 logits': 'baseline, fp32 logits'}

@@ -2,7 +2,7 @@
 The paper's quantities of causal language models that others trained, what BF16 costs each of them now, and
 what would help it. No code that comes with a model is run.
 
-    python -m analysis.hf MODEL ...   # folders, or names on the hub: NAME or NAME@REVISION
+    python -m tools.hf MODEL ...   # folders, or names on the hub: NAME or NAME@REVISION
 """
 import argparse
 import os
@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from analysis import report
+from tools import report
 from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
 from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
@@ -32,7 +32,7 @@ CAPTION = (
     'difference; estimate: what rounding at such mean logits should cost (results/mean_logit); '
     'bf16_centered: with e - μ, which under a cap is another model.')
 
-parser = argparse.ArgumentParser(usage='python -m analysis.hf MODEL [...] [--flag=value ...]',
+parser = argparse.ArgumentParser(usage='python -m tools.hf MODEL [...] [--flag=value ...]',
                                  description=__doc__, allow_abbrev=False,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
 add = parser.add_argument
@@ -153,10 +153,11 @@ def measure_model(name, args):
     for window in tqdm(windows, unit='windows'):
         states, _ = states_and_logits(model, window[None, :-1], E)
         for h, targets in zip(states.split(n), window[1:].split(n), strict=True):
-            _, stats = head_loss(h, E, targets, bf16)
+            _, stats = head_loss(head_logits(h, E, bf16), targets, bf16)
             del stats['reg']
-            losses = {'bf16': stats.pop('loss'), 'fp32': head_loss(h, E, targets, fp32)[1]['loss'],
-                      'bf16_centered': head_loss(h, centered, targets, bf16)[1]['loss']}
+            of_fp32, of_centered = head_logits(h, E, fp32), head_logits(h, centered, bf16)
+            losses = {'bf16': stats.pop('loss'), 'fp32': head_loss(of_fp32, targets, fp32)[1]['loss'],
+                      'bf16_centered': head_loss(of_centered, targets, bf16)[1]['loss']}
             # fp32 rounds their mean; a single logit that is another BF16 number gives more
             equal = {'all_equal': (stats['logit_std'] <= 1e-5 * stats['logit_absmax']).float()}
             parts.append({**stats, **equal, **centering_ratios(h, E), **losses})

@@ -1,7 +1,7 @@
 """
 Time and memory of the training step with each method, side by side in one process.
 
-    python -m analysis.bench --methods=baseline,mu_loss --size=16M --batch_size=8 --block_size=512
+    python -m tools.bench --methods=baseline,mu_loss --size=16M --batch_size=8 --block_size=512
 
 Takes the flags of train.py, but for --method. The methods take turns (A B A B ...), so a machine that drifts
 slows all of them; a ratio is the median over the turns of the ratio to the first method within the turn.
