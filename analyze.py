@@ -25,8 +25,8 @@ import pandas as pd
 import torch
 
 import train
-from tools import report
 from model import GPT, METHODS, SIZES, gpt_config, summarize
+from tools import report
 from train import check, on_error, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer

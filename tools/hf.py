@@ -14,10 +14,10 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools import report
 from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
 from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
+from tools import report
 from train import check, nonnegative_int, on_error
 
 WINDOW, PIECE = 1024, 2**18  # tokens, and characters of a text that are tokenised at a time

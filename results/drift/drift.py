@@ -12,8 +12,8 @@ import pandas as pd
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tools import report  # noqa: E402
 from analyze import check_comparable, flags_in_names  # noqa: E402
+from tools import report  # noqa: E402
 
 # with a method of older code and the forks of the head with fp32 logits
 COLORS = {**report.COLORS, 'zipf_centering': '#0B6623', 'inputs rounded': '#0C5DA5',
