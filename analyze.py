@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 import train
 from model import GPT, METHODS, SIZES, gpt_config, summarize
 from tools import report
-from train import check, on_error, read_json, save
+from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v6.json'  # kept in a run's folder; a new name if what is measured changes
@@ -111,7 +110,7 @@ def val_windows(folder, block_size, vocab_size, data_fingerprint):
     """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
     if os.path.isdir(folder):
         trained_on, val = (train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-        if train.fingerprint(trained_on.shards, val.shards) == data_fingerprint:
+        if train.fingerprint([trained_on, val]) == data_fingerprint:
             return val
     raise ValueError(f'{folder} does not hold the shards of the training')
 
@@ -461,5 +460,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.excepthook = on_error
     main()

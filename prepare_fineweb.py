@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -22,7 +21,7 @@ import numpy as np
 import pyarrow.parquet
 import tiktoken
 
-from train import SHARD, check, lock_folder, on_error, positive_int, read_json, read_shard, save, shard_length
+from train import SHARD, check, lock_folder, number, read_json, read_shard, save, shard_length
 
 parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbrev=False,
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -32,11 +31,11 @@ add('--name', help="config of FineWeb, or dataset of shards (%(default)s: sample
 add('--files', type=os.path.expanduser, help='quoted glob of .txt, .jsonl or .parquet files (column: text)')
 add('--out', type=os.path.expanduser, help='folder of the shards (%(default)s: data/fineweb or data/stdlib)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
-add('--tokens', type=positive_int, default=13_200_000_000, help='tokens to train on, at most')
-add('--val_tokens', type=positive_int, default=10_500_000, help='tokens for val: the first ones; of local '
+add('--tokens', type=number, default=13_200_000_000, help='tokens to train on, at most')
+add('--val_tokens', type=number, default=10_500_000, help='tokens for val: the first ones; of local '
     'files at most so many: the end of each document, or of 100 and more 1%%, chosen by hash')
-add('--shard_tokens', type=positive_int, default=100_000_000, help='tokens in a train shard, 2 bytes each')
-add('--workers', type=positive_int, default=os.cpu_count(), help='threads that tokenize')
+add('--shard_tokens', type=number, default=100_000_000, help='tokens in a train shard, 2 bytes each')
+add('--workers', type=number, default=os.cpu_count(), help='threads that tokenize')
 
 
 def golden_order(items):
@@ -256,5 +255,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.excepthook = on_error
     main()

@@ -7,7 +7,6 @@ and its gradients; or, if it acts on the weights, to `test_step_equation`. All e
 """
 import functools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,8 +69,8 @@ def token_batch(seed):
 
 def train_steps(gpt, method, n, lr=0.01, grad_clip=1.0, before_update=lambda: None):
     """n steps of train.train_step at one learning rate; yields the statistics and gradient norm of each."""
-    args = SimpleNamespace(method=method, lam=0.3, grad_clip=grad_clip, lr=lr, min_lr=lr, warmup=0, steps=n,
-                           seed=0)
+    flags = f'--method={method} --lam=0.3 --lr={lr} --min_lr={lr} --warmup=0 --grad_clip={grad_clip}'
+    args = train.parser.parse_args(flags.split())
     optimizer = torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     optimizer.register_step_pre_hook(lambda *_: before_update())
     for step in range(1, n + 1):

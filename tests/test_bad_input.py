@@ -12,14 +12,13 @@ from small_runs import SMALL, shard
 # Flags -> what the line must contain. {bad} is a folder of the FILES below.
 FLAGS = {train: '''
     --lam=1 -> --lam, --method=baseline
-    --lr=nan -> --lr, positive float
+    --lr=nan -> --lr
+    --steps=-1 -> --steps
+    --lr=fast -> --lr, number
     --min_lr=1 -> --min_lr=1, --lr
-    --rope_fraction=2 -> --rope_fraction
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
-    --n_embd=30 --n_head=4 -> --n_embd, --n_head
     --mu_shift=30 --weight_tying -> --mu_shift
-    --device=cuda -> --device=cuda, GPU
     --out={bad}/x.txt -> x.txt
     --vocab_size=100 -> 257, --vocab_size
     --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py

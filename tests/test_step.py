@@ -16,7 +16,7 @@ from model import gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
 from test_facts import close, equations, tiny_gpt, token_batch
 
-STEP = SimpleNamespace(method='baseline', grad_clip=1, lr=0.1, min_lr=0.1, warmup=0, steps=9, seed=1)
+STEP = train.parser.parse_args(['--lr=0.1', '--min_lr=0.1', '--warmup=0', '--steps=9'])
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_what_a_step_draws(monkeypatch):
     optimizer = torch.optim.AdamW(gpt.parameters())
     for rank, step, seed in ((0, 1, 1), (0, 1, 1), (0, 2, 1), (1, 1, 1), (0, 1, 2), (0, 1, 20260101)):
         monkeypatch.setattr(train, 'RANK', rank)
-        args = SimpleNamespace(**{**vars(STEP), 'seed': seed})
+        args = train.parser.parse_args([f'--seed={seed}', '--warmup=0'])
         train.train_step(gpt, optimizer, [token_batch(0)], step, args)
     assert drawn[0] == drawn[1] and len({*drawn}) == 5
 
@@ -97,7 +97,8 @@ def test_fingerprint(tmp_path):
 
     def fingerprints(n=n):
         Path(path).write_bytes(shard(tokens[:n]))
-        return [train.fingerprint(*shards) for shards in (([(path, n)], []), ([], [(path, n)]))]
+        return [train.fingerprint([SimpleNamespace(split=split, shards=[(path, n)])])
+                for split in ('train', 'val')]
     before = fingerprints()
     for i, of_train in ((0, 1), (24_999, 0), (25_000, 1), (33_191, 1), (375_000, 1), (n - 1, 0)):
         tokens[i] ^= 1

@@ -118,11 +118,12 @@ def test_init_from_a_checkpoint(whole, corpus, trained, tmp_path, monkeypatch):
         gpt, _ = make(args)
         return gpt, torch.optim.AdamW([{'params': [p]} for p in gpt.parameters()])
     monkeypatch.setattr(train, 'make_model', make_model)
-    refused(lambda: trained('grouped', *LONG, f'--init_from={whole}/model_20.pt'), 'groups')
+    with pytest.raises(ValueError, match='group'):  # PyTorch's own
+        trained('grouped', *LONG, f'--init_from={whole}/model_20.pt')
 
 
 @pytest.mark.parametrize('flags, before, now', [
-    (('--cap=3',), 'cap=3.0', 'None'), (('--method=norm_softmax',), 'method=norm_softmax', 'baseline')])
+    (('--cap=3',), 'cap=3', 'None'), (('--method=norm_softmax',), 'method=norm_softmax', 'baseline')])
 def test_init_from_a_model(flags, before, now, trained, capsys):
     """It begins at step 0 with the weights alone; another head, of which no weight tells, is said."""
     source = trained('source', '--steps=2', *flags)
@@ -142,16 +143,10 @@ def test_environment(monkeypatch):
     torch.set_float32_matmul_precision('high')
     assert runpy.run_path(train.__file__)['master_process']
     assert torch.get_float32_matmul_precision() == 'highest'
-    assert train.resolve_args(train.parser.parse_args([])).matmul_precision == 'highest'
 
 
-@pytest.mark.parametrize('meta, said', [
-    (None, 'no meta.json: --vocab_size=50257'), ({'vocab_size': 257, 'finished': False}, 'not finished'),
-    ({'vocab_size': 257, 'finished': True, 'eot': 256}, '')])
-def test_meta_of_the_data(meta, said, tmp_path, capsys):
+@pytest.mark.parametrize('meta, rows', [(None, 50304), ({'vocab_size': 257}, 320)])
+def test_meta_of_the_data(meta, rows, tmp_path):
     if meta:
         train.save(meta, f'{tmp_path}/meta.json')
-    args = train.resolve_args(train.parser.parse_args([f'--data={tmp_path}']))
-    assert (args.vocab_size, args.eot) == (320 if meta else 50304, (meta or {}).get('eot'))
-    printed = capsys.readouterr().out
-    assert said in printed and bool(said) == bool(printed)
+    assert train.resolve_args(train.parser.parse_args([f'--data={tmp_path}'])).vocab_size == rows

@@ -6,7 +6,6 @@ what would help it. No code that comes with a model is run.
 """
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +17,7 @@ from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
 from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
 from tools import report
-from train import check, nonnegative_int, on_error
+from train import check, number
 
 WINDOW, PIECE = 1024, 2**18  # tokens, and characters of a text that are tokenised at a time
 COST = 0.005  # nats: where BF16 logits cost less, there is nothing to mend
@@ -38,7 +37,7 @@ parser = argparse.ArgumentParser(usage='python -m tools.hf MODEL [...] [--flag=v
 add = parser.add_argument
 add('models', nargs='+', metavar='MODEL', help='a folder, NAME or NAME@REVISION')
 add('--text', type=os.path.expanduser, help='like --files of prepare_fineweb.py (default: the stdlib)')
-add('--positions', type=nonnegative_int, default=16384, help='how many to measure (16384); 0: E alone')
+add('--positions', type=number, default=16384, help='how many to measure (16384); 0: E alone')
 add('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME, or NAME+NAME)')
 
 
@@ -184,5 +183,4 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    sys.excepthook = on_error
     main()
