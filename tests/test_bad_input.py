@@ -23,6 +23,7 @@ FLAGS = {train: '''
     --vocab_size=100 -> 257, --vocab_size
     --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
+    --data={bad}/long -> x_train_000000.bin, uint16
     --data={bad}/llama -> llama, uint16
     --data={bad}/few -> few, --block_size=32
     --data={bad}/words --vocab_size=100 -> --vocab_size=100
@@ -44,7 +45,7 @@ TRAIN, VAL = 'x_train_000000.bin', 'x_val_000000.bin'
 FILES = {
     'good/meta.json': b'{"vocab_size": 257}', f'good/{TRAIN}': GOOD, f'good/{VAL}': GOOD,
     'words/meta.json': b'{"vocab_size": 60}', f'words/{TRAIN}': GOOD, f'words/{VAL}': GOOD,
-    f'cut/{TRAIN}': GOOD[:-2], f'llama/{TRAIN}': LLAMA,
+    f'cut/{TRAIN}': GOOD[:-2], f'long/{TRAIN}': GOOD + 2 * b'x', f'llama/{TRAIN}': LLAMA,
     f'few/{TRAIN}': shard(range(3)), 'a.doc': b'x', 'x.txt': b'x',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'no_runs.csv': b'method,size,weight_tying,lr,test_loss\n'}

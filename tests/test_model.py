@@ -10,6 +10,7 @@ from model import GPT, SIZES, gpt_config, rotate
 from small_runs import float64_model
 from test_facts import F64, close, generator, tiny_gpt, token_batch
 
+DRAWN = {False: [0.15773958, -0.05497751, 0.00303591], True: [-0.05497751, -0.05497751, 0.00303591]}  # seed 1
 BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 significant bits)
 
 
@@ -41,6 +42,8 @@ def test_initial_weights(tying):
         elif kind in expected:
             assert p.std().item() == pytest.approx(expected[kind], rel=5 / math.sqrt(p.numel())), name
             assert p.abs().max() > 3 * p.std(), name  # normal: a uniform distribution ends at 1.7
+    drawn = [w[0, 0].item() for w in (gpt.wte.weight, gpt.E, gpt.blocks[5].attn.proj.weight)]
+    assert drawn == pytest.approx(DRAWN[tying], rel=1e-5)  # or a seed's old runs could not be repeated
     if not tying:
         shifts = (train.make_model(settings('--vocab_size=640', '--mu_shift=30'))[0].E - gpt.E).detach()
         assert shifts[0].norm().item() == pytest.approx(30, rel=1e-6)

@@ -78,7 +78,8 @@ def test_lost_files(corpus, whole, begun):
     for out, lost in ((begun, 'ckpt.pt'), (done, 'result.json')):
         os.unlink(out / lost)
         before = folder_hash(out)
-        refused(lambda: train.main(flags_of(corpus, out)), out, lost)  # noqa: B023
+        for more in ((), (f'--init_from={done}/model_2.pt',)):
+            refused(lambda: train.main(flags_of(corpus, out, *more)), out, lost)  # noqa: B023
         assert folder_hash(out) == before
 
 
@@ -125,7 +126,10 @@ def test_other_data(corpus, begun, tmp_path):
     del parts['config']['rope_fraction']
     train.save(parts, f'{begun}/ckpt.pt')
     refused(lambda: train.main(flags_of(other, begun, '--rope_fraction=1')), 'rope_fraction=')
+    config = train.read_json(f'{begun}/config.json')
+    train.save({**config, 'commit': 'older'}, f'{begun}/config.json')
     train.main(flags_of(other, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
+    assert train.read_json(f'{begun}/config.json')['commit'] == f'older {config["commit"]}'
     assert result_of(begun)['model_step'] == 4  # the last step is saved without --ckpt_every too
 
 

@@ -12,9 +12,9 @@ import torch
 import prepare_fineweb
 import train
 from conftest import refused
-from model import gpt_config
+from model import METHODS, gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
-from test_facts import close, equations, tiny_gpt, token_batch
+from test_facts import close, equations, equations_logits, tiny_gpt, token_batch
 
 STEP = train.parser.parse_args(['--lr=0.1', '--min_lr=0.1', '--warmup=0', '--steps=9'])
 
@@ -36,7 +36,8 @@ def test_defaults_are_appendix_a(settled):
         device='cuda', compile=True, eval_every=5000, eval_tokens=1_048_576, test_tokens=10_485_760, seed=1,
         ckpt_every=1000)
     assert expected.items() <= vars(settled()).items()
-    assert {settled(f'--method={m}').lam for m in ('weight_decay', 'z_loss', 'mu_loss')} == {1e-4}
+    of_1e_4 = 'weight_decay', 'z_loss', 'mu_loss', 'adamw_decay'
+    assert {settled(f'--method={m}').lam for m in of_1e_4} == {1e-4}
     assert settled('--method=max_z_loss').lam == 2e-4 and settled('--method=cosine_reg').lam == 1
     assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
     of_data = prepare_fineweb.parser.get_default
@@ -48,11 +49,16 @@ def test_defaults_are_appendix_a(settled):
 
 
 def test_groups():
-    """A group has the schedule's rate times its lr_scale; gradients outside of groups are cleared too."""
+    """A group has the schedule's rate times its lr_scale, in AdamW's decay too; all gradients are cleared."""
     gpt = tiny_gpt()
     optimizer = torch.optim.AdamW([{'params': [gpt.E], 'lr_scale': 0.5}, {'params': [gpt.wte.weight]}])
     train.train_step(gpt, optimizer, [token_batch(0)], 1, STEP)
     assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.1]
+    optimizer.step = lambda: None
+    before, args = gpt.E.detach().clone(), train.parser.parse_args([
+        '--lr=0.1', '--min_lr=0.1', '--warmup=0', '--method=adamw_decay', '--lam=0.2'])
+    train.train_step(gpt, optimizer, [token_batch(0)], 1, args)
+    close(gpt.E.detach(), before * (1 - 0.05 * 0.2), rtol=1e-15, atol=0)
     assert all(p.grad is None for p in gpt.parameters())
 
 
@@ -95,18 +101,20 @@ def test_fingerprint(tmp_path):
     path, n = str(tmp_path / 'shard'), 400_000
     tokens = np.random.RandomState(0).randint(1, 2**16, n)
 
-    def fingerprints(n=n):
+    def fingerprints(n=n, splits=('train', 'val')):
         Path(path).write_bytes(shard(tokens[:n]))
-        return [train.fingerprint([SimpleNamespace(split=split, shards=[(path, n)])])
-                for split in ('train', 'val')]
+        return [train.fingerprint([SimpleNamespace(split=split, shards=[(path, n)])]) for split in splits]
     before = fingerprints()
     for i, of_train in ((0, 1), (24_999, 0), (25_000, 1), (33_191, 1), (375_000, 1), (n - 1, 0)):
         tokens[i] ^= 1
         assert [a != b for a, b in zip(before, fingerprints(), strict=True)] == [of_train, True]
         tokens[i] ^= 1
     assert fingerprints(n - 1)[0] != before[0]
+    tokens[18_750:20_000] = 0
+    refused(lambda: fingerprints(20_000), path, 'zeros after token 18750')
     tokens[200_000:] = 0  # as where a copy was cut short
-    refused(fingerprints, path, 'zeros after token 200000')
+    for split in ('train', 'val'):
+        refused(lambda: fingerprints(splits=[split]), path, 'zeros after token 200000')  # noqa: B023
 
 
 def test_record_code(tmp_path, monkeypatch):
@@ -118,12 +126,18 @@ def test_record_code(tmp_path, monkeypatch):
     train.record_code(args)
     commit = subprocess.getoutput(f'{git} rev-parse HEAD')
     assert args.commit == commit and not list(tmp_path.glob('*.diff'))
+    subprocess.check_call(f'{git} config color.ui always && {git} config diff.external false', shell=True)
     (tmp_path / 'train.py').write_text('another')
+    subprocess.check_call(f'{git} add train.py', shell=True)  # what is staged is not committed either
     for _ in range(2):
         train.record_code(args)
     diff, = tmp_path.glob('*.diff')
     assert args.commit == f'{commit} {commit}-{diff.stem}'
-    assert diff.read_bytes() == subprocess.check_output(f'{git} diff HEAD', shell=True)
+    subprocess.check_call(f'{git} reset --hard && {git} apply {diff}', shell=True)  # it is a patch
+    assert (tmp_path / 'train.py').read_text() == 'another'
+    subprocess.check_call(f'{git} rm -f --cached train.py', shell=True)  # a repository of something else
+    train.record_code(args := SimpleNamespace(commit='', out=str(tmp_path)))
+    assert args.commit == 'unknown'
 
 
 def make_shards(folder, split, lengths):
@@ -136,55 +150,87 @@ def make_shards(folder, split, lengths):
     return torch.from_numpy(np.stack(windows))
 
 
-@pytest.mark.parametrize('method, clip, more', [
-    ('baseline', 0, ()), ('z_loss', 0.05, ('--lam=0.3',)), ('mu_loss', 0.05, ('--lam=0.3',)),
-    ('baseline', 1, ('--weight_tying', '--warmup=0', '--min_lr=0.03'))])
-def test_a_run_written_out(method, clip, more, tmp_path, monkeypatch):
-    """train.main, its log and its result, in float64. In two micro-batches the penalty counts once."""
+RUNS = [(method, tying) for method in METHODS for tying in (False, True)]
+
+
+@pytest.mark.parametrize('seed, method, tying', [(i, *run) for i, run in enumerate(RUNS)])
+def test_a_run_written_out(seed, method, tying, tmp_path, monkeypatch):
+    """train.main in float64, of random settings: all that it logs, its result and its weights, by hand."""
     monkeypatch.setattr(train, 'make_model', float64_model)
-    run, tying = tmp_path / 'run', '--weight_tying' in more
+    rng, run = np.random.RandomState(seed), tmp_path / 'run'
+    steps, warmup, micro, log_every, eval_every = (int(rng.choice(x)) for x in (
+        [6, 8, 9], [0, 1, 3], [1, 2, 4], [2, 3], [3, 4]))
+    lr, min_lr, clip, beta1, beta2 = (float(rng.choice(x)) for x in (
+        [0.01, 0.03], [0, 1e-3], [0, 0.05, 1], [0.8, 0.9], [0.9, 0.95]))
+    eval_tokens, test_tokens = rng.choice([165, 300]), rng.choice([500, 10**9])
+    lam = 0.3 if METHODS[method] else None
+    cap = 30 if method == 'soft_capping' else int(rng.choice([0, 3]))  # any method may have one
     train_windows = make_shards(tmp_path, 'train', [1200, 0, 48 * 16 + 1])
     val_windows = make_shards(tmp_path, 'val', [900])
-    train.main([*SMALL, f'--method={method}', '--seed=5', '--n_embd=16', '--n_head=2', '--vocab_size=64',
-                '--block_size=16', '--micro_batch_size=2', '--steps=8', '--lr=0.03', '--min_lr=1e-3',
-                '--warmup=2', '--eps=1e-4', f'--grad_clip={clip}', '--log_every=3', '--eval_every=4',
-                '--eval_tokens=165', '--test_tokens=1e9', f'--data={tmp_path}', f'--out={run}', *more])
-    rates = [0.01, 0.02, *(1e-3 + 0.029 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
+    flags = [*SMALL, *'--seed=5 --n_embd=16 --n_head=2 --vocab_size=64 --block_size=16 --eps=1e-4'.split(),
+             *['--weight_tying'] * tying, *[f'--lam={lam}'] * bool(lam), *[f'--cap={cap}'] * (cap == 3),
+             f'--method={method}', f'--steps={steps}', f'--warmup={warmup}', f'--micro_batch_size={micro}',
+             f'--log_every={log_every}', f'--eval_every={eval_every}', f'--lr={lr}', f'--min_lr={min_lr}',
+             f'--grad_clip={clip}', f'--beta1={beta1}', f'--beta2={beta2}', f'--eval_tokens={eval_tokens}',
+             f'--test_tokens={test_tokens}', f'--data={tmp_path}', f'--out={run}']
+    print(*flags)
+    train.main(flags)
+
     gpt = tiny_gpt(seed=5, weight_tying=tying)
+    parameters, moments = list(gpt.parameters()), {}
 
     def forward(windows):
-        """What a method's equation says of windows, and their logits."""
+        """What the equations of test_facts.py say of windows, and their logits."""
         h, targets = gpt.hidden(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten()
-        return *equations(method, h, gpt.E, targets, 0.3, 0), (h @ gpt.E.T).detach()
+        logits = equations_logits(method, h, gpt.E, cap).detach()
+        return *equations(method, h, gpt.E, targets, lam, cap), logits
 
     def val_loss(n):
         return forward(val_windows[[i * 56 // n for i in range(n)]])[0].item()
 
-    optimizer = torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), eps=1e-4, weight_decay=0)
-    expected = [{'step': 0, 'val_loss': val_loss(10)}]
-    for t, lr in enumerate(8 * [0.03] if tying else rates, 1):
+    n_eval, n_test = (min(56, int(n) // 16) for n in (eval_tokens, test_tokens))
+    expected = [{'step': 0, 'val_loss': val_loss(n_eval)}]
+    for t in range(1, steps + 1):
+        rate = lr * t / (warmup + 1)
+        if t > warmup:
+            done = (t - 1 - warmup) / (steps - warmup)
+            rate = min_lr + (lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
         loss, reg, logits = forward(train_windows[train.batch_windows(5, t, 4, 74 + 48)])
-        (loss + reg).backward()
-        norm = torch.nn.utils.clip_grad_norm_(gpt.parameters(), clip or math.inf)
+        gradients = torch.autograd.grad(loss + reg, parameters)
+        norm = sum(g.square().sum() for g in gradients) ** 0.5
+        factor = min(1, clip / (norm + 1e-6)) if clip else 1
+        with torch.no_grad():
+            for p, g in zip(parameters, gradients, strict=True):
+                m, v = moments.get(p, (0, 0))
+                m, v = beta1 * m + (1 - beta1) * g * factor, beta2 * v + (1 - beta2) * (g * factor) ** 2
+                moments[p] = m, v
+                v_hat = v / (1 - beta2 ** t)
+                if p is gpt.E and method == 'coupled_adam':
+                    v_hat = v_hat.mean(dim=0)
+                if p is gpt.E and method in ('weight_decay', 'adamw_decay'):
+                    p *= 1 - lam * (rate if method == 'adamw_decay' else 1)
+                p -= rate * m / (1 - beta1 ** t) / (v_hat.sqrt() + 1e-4)
+                if p is gpt.E and method == 'mu_centering':
+                    p -= p.mean(dim=0)
+            mu_norm = gpt.E.mean(dim=0).norm()
+            loss, reg = loss.detach(), reg.detach()
         mean = logits.mean(dim=1)
-        line = {'step': t, 'loss': loss.item(), 'reg': reg.item(), 'lr': lr, 'grad_norm': norm,
+        if t in (1, steps) or t % log_every == 0:
+            expected.append({
+                'step': t, 'loss': loss, 'reg': reg, 'lr': rate, 'grad_norm': norm, 'mu_norm': mu_norm,
                 'logit_mean': mean.mean(), 'logit_mean_spread': mean.std(correction=0),
                 'logit_std': logits.std(dim=1, correction=0).mean(), 'logit_max': logits.abs().max(),
-                'logit_absmax': logits.abs().amax(dim=1).mean()}
-        optimizer.param_groups[0]['lr'] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        if t in (1, 3, 6, 8):
-            expected.append({**line, 'mu_norm': gpt.E.detach().mean(dim=0).norm()})
-        if t == 4:
-            expected.append({'step': 4, 'val_loss': val_loss(10)})
-    expected.append({'step': 8, 'test_loss': val_loss(56)})
+                'logit_absmax': logits.abs().amax(dim=1).mean()})
+        if t % eval_every == 0 and t < steps:
+            expected.append({'step': t, 'val_loss': val_loss(n_eval)})
+    expected.append({'step': steps, 'test_loss': val_loss(n_test)})
 
-    close(load(run)['model'], dict(gpt.state_dict()), rtol=1e-9, atol=1e-12)
-    log = log_of(run)
-    for entry, right in zip(log, expected, strict=True):
-        values = {name: float(x) for name, x in right.items()}
-        assert {name: entry[name] for name in values} == pytest.approx(values, rel=1e-9, abs=1e-12)
-    result = {'n_params': sum(p.numel() for p in gpt.parameters()) - (0 if tying else 64 * 16),
-              'init_loss': log[0]['val_loss'], 'test_loss': log[-1]['test_loss'], 'model_step': 8}
-    assert result.items() <= result_of(run).items()
+    close(load(run)['model'], dict(gpt.state_dict()), rtol=1e-9, atol=1e-11)
+    for entry, right in zip(log_of(run), expected, strict=True):
+        right = {name: float(x) for name, x in right.items()}
+        assert {name: entry[name] for name in right} == pytest.approx(right, rel=1e-8, abs=1e-11)
+    right = {
+        'n_params': sum(p.numel() for p in parameters) - (0 if tying else 64 * 16), 'model_step': steps,
+        'init_loss': expected[0]['val_loss'], 'test_loss': expected[-1]['test_loss']}
+    result = result_of(run)
+    assert {name: result[name] for name in right} == pytest.approx(right, rel=1e-8)

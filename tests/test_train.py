@@ -1,5 +1,6 @@
 """One training run: what it leaves, logs and reports, and what it starts from."""
 import json
+import math
 import os
 import re
 import runpy
@@ -65,6 +66,29 @@ def test_a_gradient_that_is_not_finite(trained, monkeypatch):
     assert log_of(out)[-1]['step'] == 3 and load(out)['step'] == 0
 
 
+def test_modes(trained, monkeypatch):
+    """What a fork adds, such as dropout, is on in training and off in evaluation."""
+    modes, forward = [], train.GPT.forward
+    monkeypatch.setattr(train.GPT, 'forward', lambda gpt, *given, **named: (
+        modes.append(gpt.training), forward(gpt, *given, **named))[1])
+    trained('run', '--steps=2', '--eval_every=1')
+    assert modes == [False, True, False, True, False, False]
+
+
+def test_result_of_a_diverged_run():
+    """Its time is that of the steps that it made."""
+    log = [{'step': 0, 'val_loss': 6.0}, {'step': 10, 'loss': 5.0, 'tokens_per_second': 64.0}]
+    saved = {'step': 10, 'log': '\n'.join(map(json.dumps, log))}
+    args = SimpleNamespace(init_from=None, batch_size=4, block_size=32, steps=1000)
+    assert train.make_result(saved, 1, math.nan, args)['train_seconds'] == 10 * 4 * 32 / 64
+
+
+@pytest.mark.parametrize('mean, said', [
+    (-63.9, 'nothing'), (64, 'hundredths of a nat; center'), (-256, 'a tenth of a nat and more; center')])
+def test_verdict(mean, said):
+    assert said in train.verdict(mean)
+
+
 def test_times(trained, monkeypatch, capsys):
     """A step takes 100 s, the first of each kind 1,000 s more, the last two 500 s, an evaluation 10,000 s."""
     clock = SimpleNamespace(now=0, to_wait=0, perf_counter=lambda: clock.now)  # to_wait: for the device
@@ -125,13 +149,16 @@ def test_init_from_a_checkpoint(whole, corpus, trained, tmp_path, monkeypatch):
 @pytest.mark.parametrize('flags, before, now', [
     (('--cap=3',), 'cap=3', 'None'), (('--method=norm_softmax',), 'method=norm_softmax', 'baseline')])
 def test_init_from_a_model(flags, before, now, trained, capsys):
-    """It begins at step 0 with the weights alone; another head, of which no weight tells, is said."""
+    """It begins at step 0 with the weights alone; another head, and text that it has seen, are said."""
     source = trained('source', '--steps=2', *flags)
     from_source = ('--steps=2', '--lr=1e-30', '--min_lr=0', f'--init_from={source}/model.pt')
     trained('run', *from_source)
-    assert f'model.pt has {before}, this run {now}\n' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f'model.pt has {before}, this run {now}\n' in printed and 'has seen the next 8 windows' in printed
     again = trained('again', *from_source, *flags)
     assert ', this run' not in capsys.readouterr().out
+    trained('another', *from_source, '--seed=2')
+    assert 'has seen' not in capsys.readouterr().out
     assert [entry['step'] for entry in log_of(again)] == [0, 1, 2, 2]
     result = result_of(again)
     assert (result['init_loss'], result['test_loss']) == (None, result_of(source)['test_loss'])
@@ -140,9 +167,10 @@ def test_init_from_a_model(flags, before, now, trained, capsys):
 def test_environment(monkeypatch):
     """A RANK without a WORLD_SIZE is something that a launcher has left; TF32 is nobody's fp32."""
     monkeypatch.setenv('RANK', '1')
+    monkeypatch.setenv('TORCHINDUCTOR_FREEZING', '1')  # the first weights would be compiled into the model
     torch.set_float32_matmul_precision('high')
     assert runpy.run_path(train.__file__)['master_process']
-    assert torch.get_float32_matmul_precision() == 'highest'
+    assert torch.get_float32_matmul_precision() == 'highest' and 'TORCHINDUCTOR_FREEZING' not in os.environ
 
 
 @pytest.mark.parametrize('meta, rows', [(None, 50304), ({'vocab_size': 257}, 320)])
