@@ -14,7 +14,7 @@ import train
 from conftest import refused
 from model import METHODS, gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
-from test_facts import close, equations, equations_logits, tiny_gpt, token_batch
+from test_facts import close, equations, equations_logits, equations_step, tiny_gpt, token_batch
 
 STEP = train.parser.parse_args(['--lr=0.1', '--min_lr=0.1', '--warmup=0', '--steps=9'])
 
@@ -204,14 +204,9 @@ def test_a_run_written_out(seed, method, tying, tmp_path, monkeypatch):
                 m, v = moments.get(p, (0, 0))
                 m, v = beta1 * m + (1 - beta1) * g * factor, beta2 * v + (1 - beta2) * (g * factor) ** 2
                 moments[p] = m, v
-                v_hat = v / (1 - beta2 ** t)
-                if p is gpt.E and method == 'coupled_adam':
-                    v_hat = v_hat.mean(dim=0)
-                if p is gpt.E and method in ('weight_decay', 'adamw_decay'):
-                    p *= 1 - lam * (rate if method == 'adamw_decay' else 1)
-                p -= rate * m / (1 - beta1 ** t) / (v_hat.sqrt() + 1e-4)
-                if p is gpt.E and method == 'mu_centering':
-                    p -= p.mean(dim=0)
+                m_hat, v_hat = m / (1 - beta1 ** t), v / (1 - beta2 ** t)
+                of_p = method if p is gpt.E else 'baseline'
+                p.copy_(equations_step(of_p, p, m_hat, v_hat, rate, lam, eps=1e-4))
             mu_norm = gpt.E.mean(dim=0).norm()
             loss, reg = loss.detach(), reg.detach()
         mean = logits.mean(dim=1)
