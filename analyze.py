@@ -109,14 +109,17 @@ def measure_model(gpt, windows):
 def val_windows(folder, block_size, vocab_size, data_fingerprint):
     """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
     if os.path.isdir(folder):
-        trained_on, val = (train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val'))
-        if train.fingerprint([trained_on, val]) == data_fingerprint:
-            return val
+        data = [train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val')]
+        if train.fingerprint(data) == data_fingerprint:
+            return data[1]
     raise ValueError(f'{folder} does not hold the shards of the training')
 
 
 def measure_run(folder):
-    """measure_model of a finished run, kept in its folder until model.pt changes."""
+    """
+    measure_model of a finished run, kept in its folder until model.pt changes. Raises, or exits as train.py
+    does, if model.pt or the data are missing, damaged or others than the run's.
+    """
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
@@ -140,19 +143,22 @@ def measure_run(folder):
 
 
 def read_run(folder):
-    """A run's settings, with its results if it is finished, and its curve. Raises if a file is damaged."""
+    """
+    A run's folder -> a dict of its settings and, if it is finished, its results; its log, a row for each
+    evaluation and for each of at most 1,000 log lines; the names of its settings that this code does not
+    know. Raises if a file is missing or damaged.
+    """
     settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    if 'val_loss' not in log[0] or 'data_checksum' in settings:
-        raise ValueError('a run of an older version of train.py')
     run = {**settings, **results, 'run': str(folder), 'device': settings['device_name'],
            'finished': 'test_loss' in results}
     run = {name: math.nan if value is None else value for name, value in run.items()}
     trained = [line for line in log if 'loss' in line]
     evaluations = [line for line in log if 'loss' not in line]
-    every = math.ceil(len(trained) / 1000) or 1  # at most 1,000 of them are enough for a plot
+    every = math.ceil(len(trained) / 1000) or 1
     curve = pd.DataFrame(evaluations + trained[::-every])  # with the last line
-    return run, curve.sort_values('step', kind='stable').assign(run=run['run'])
+    unknown = [name for name in settings if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE}]
+    return run, curve.sort_values('step', kind='stable').assign(run=run['run']), unknown
 
 
 # -------- what a run is: the columns of results.csv
@@ -161,77 +167,72 @@ RESULTS = [
     'block_size', 'vocab_size', 'test_tokens', 'data_fingerprint', 'dtype', 'logits_dtype', 'mu_shift',
     'init_from', 'init_loss', 'test_loss', 'model_step', 'mu_norm', 'mean_share', 'logit_mean',
     'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log',
-    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device']
+    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device',
+    'commit']
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
-TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device']
+TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device',
+         'commit']
 FLAGS = vars(train.parser.parse_args([]))  # of train.py, with a fork's, and their defaults
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
 
-# Runs of one size and tying share these, or their losses could not be compared. Any other flag in which they
-# differ is part of a run's name, but for those that are there anyway and those that change no loss.
-COMPARABLE = ['data_fingerprint', 'steps', 'batch_size', 'block_size', 'vocab_size', 'test_tokens']
-IN_NAMES = [flag for flag in FLAGS if flag not in {
-    *COMPARABLE, *train.MAY_CHANGE, 'method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'cap', 'mu_shift',
-    'init_from', 'log_every', 'eval_every', 'eval_tokens'}]
+# Runs of one size and tying share these, or their losses could not be compared.
+COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
+# Any other flag in which they differ is part of a run's name, a fork's too, but for those that are a line or
+# column of every table and those that change no loss.
+NOT_IN_NAMES = {*COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',
+                'log_every', 'eval_every', 'eval_tokens', 'wandb'}
+ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
+PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
 
-VARIANT = ['size', 'weight_tying', 'variant']  # what has an LRS
-OF_VARIANT = ['plain_name', 'method', 'lam', 'at_default_lam', 'of_several_lam']  # what else is known of it
-ADDED = [*VARIANT, *OF_VARIANT, 'setting', 'but_for_rounding', 'capped_loss', 'behind', 'behind_lam', 'loss']
+
+def in_names():
+    """The flags that may be part of a name: all of train.py's but NOT_IN_NAMES."""
+    return [flag for flag in FLAGS if flag not in NOT_IN_NAMES]
 
 
 def own_statistics(runs):
     """The columns of statistics that a fork has added."""
-    return [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED}]
+    return [name for name in runs if name not in {*RESULTS, *FLAGS, 'variant', 'setting', 'rounding', 'behind'}]
 
 
-def as_text(flag, value):
-    """A flag's value as names have it: alike for 0.2, and '0.20' in a csv; its default if it is empty."""
-    value = str(FLAGS[flag] if value == '' or pd.isna(value) else value)
+def as_text(value):
+    """A setting as names have it: alike for 0.2, and '0.20' in a csv; '' if it is unknown or None."""
+    if value is None or value == '' or value != value:  # nan
+        return ''
     try:
         return f'{float(value):.12g}'
     except ValueError:
-        return value
+        return str(value)
 
 
-def flags_in_names(runs):
-    """The values, as text, of each flag in which runs of a size and tying differ."""
-    flags = {flag: runs[flag].map(functools.partial(as_text, flag)) for flag in IN_NAMES if flag in runs}
-    place = [runs['size'], runs.weight_tying]
-    return {flag: values for flag, values in flags.items() if values.groupby(place).nunique().max() > 1}
+def own_settings(run):
+    """A run, a dict -> {flag: its value as text}, of the flags that have not the default of such a run."""
+    defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'cap': None, 'warmup': run['steps'] // 20}
+    if run['method'] in METHODS:
+        defaults['cap'] = gpt_config({'method': run['method']}).cap
+    values = {flag: as_text(run.get(flag)) for flag in in_names()}
+    return {flag: value for flag, value in values.items() if value not in ('', as_text(defaults[flag]))}
 
 
-def name_variants(runs):
+def name_runs(runs):
     """
-    Adds each run's name, `variant`: its method, λ if not the default, and `setting`, '' in the paper's own.
-    `plain_name` is without λ; runs that share `but_for_rounding` differ by rounding at most (Fact 2).
+    Adds each run's name, `variant`: its method, λ if that is not the method's default, `setting` and
+    `rounding`, the flags in which runs of a size and tying differ: ', beta2 0.9', and of ROUNDING. Names
+    leave out the usual value: the default if a run has it, else the one that most have.
     """
-    default_cap = (runs.method == 'soft_capping') & (runs.cap == 30)
-    setting = runs.cap.map(', cap {:g}'.format).where((runs.cap > 0) & ~default_cap, '')
-    setting += (', from ' + runs.init_from).where(runs.init_from != '', '')
-    rounding = runs.mu_shift.map(', shift {:g}'.format).where(runs.mu_shift > 0, '')
-    for flag, value in flags_in_names(runs).items():
-        if flag == 'logits_dtype':
-            rounding += value.map({'float32': ', fp32 logits'}).fillna('')
-        else:
-            setting += (f', {flag} ' + value).where(value != as_text(flag, ''), '')
-    name = runs.method.map(report.NAMES).fillna(runs.method)
-    lam = runs.lam.map(' λ={:g}'.format).where((runs.lam >= 0) & (runs.lam != runs.method.map(METHODS)), '')
-    return runs.assign(variant=name + lam + setting + rounding, plain_name=name + setting + rounding,
-                       but_for_rounding=name + lam + setting, setting=setting + rounding)
-
-
-def behind(runs):
-    """
-    1 where the test loss of a run's method, a mean over seeds, is not finite or more than 1% above the lowest
-    of all methods at its size, tying, setting and learning rate; else 0, or NaN if there is no other method.
-    By this rule the authors mark what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb at
-    a1b753c of github.com/flxst/output-embedding-centering.
-    """
-    place = [runs[name] for name in ('size', 'weight_tying', 'setting', 'lr')]
-    loss = runs.groupby([*place, 'variant']).test_loss.transform(lambda x: x.mean(skipna=False))
-    lowest = loss.groupby(place).transform('min')
-    alone = runs.variant.groupby(place).transform('nunique') == 1
-    return (1.0 - ((loss - lowest) / lowest <= 0.01)).mask(alone & loss.notna())  # 1 - False: of NaN too
+    own = [own_settings(run) for run in runs.to_dict('records')]
+    runs = runs.assign(setting='', rounding='')
+    for flag in in_names():
+        values = pd.Series([settings.get(flag, '') for settings in own], index=runs.index)
+        if values.groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
+            usual = '' if '' in set(values) else values.mode()[0]
+            part = 'rounding' if flag in ROUNDING else 'setting'
+            runs[part] += [f', {flag} {value}' if value != usual else '' for value in values]
+    runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
+    lam = [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
+           for method, lam in zip(runs.method, runs.lam, strict=True)]
+    method = [report.NAMES.get(method, method) for method in runs.method]
+    return runs.assign(variant=method + pd.Series(lam, index=runs.index) + runs.setting + runs.rounding)
 
 
 def check_runs(ok, runs, message):
@@ -239,17 +240,19 @@ def check_runs(ok, runs, message):
     check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
 
 
-def check_comparable(runs, names=COMPARABLE, by=('size', 'weight_tying')):
-    """Refuses runs of one size and tying whose losses cannot be compared. An empty cell is unknown."""
-    for name in names:
-        value = runs[name].where(runs[name] != '')
-        expected = value.groupby([runs[column] for column in by]).transform('first')
-        check_runs(value.isna() | (value == expected), runs,
-                   f'its {name} differs from that of other runs of its size; analyse them apart')
+def check_same(runs, name, by):
+    """Refuses runs that share the columns `by` but differ in column `name`. An empty cell is unknown."""
+    value = runs[name].where(runs[name] != '')
+    first = value.groupby([runs[column] for column in by]).transform('first')
+    check_runs(value.isna() | (value == first), runs,
+               f'its {name} differs from that of other runs of its size; analyse them apart')
 
 
 def complete(runs):
-    """Rows of settings and results -> the runs, in the paper's order and named, or a refusal."""
+    """
+    Rows of settings and results -> the runs with all columns of RESULTS, named, in the paper's order. Ends
+    the program, with the name of a run, if a row cannot be right or cannot be compared with others.
+    """
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
@@ -257,27 +260,18 @@ def complete(runs):
     check_runs(~runs.run.duplicated(), runs, 'a second row of this run')
     check_runs((runs.lr > 0) & np.isfinite(runs.lr), runs, 'its lr is not a positive number')
     check_runs(runs.weight_tying.isin([0, 1]), runs, 'its weight_tying is neither 0 nor 1')
+    check_runs(runs.test_loss.notna() | runs.init_loss.notna() | (runs.init_from != ''), runs,
+               'a test_loss of nan needs an init_loss, which LRS counts for it')
     runs['weight_tying'] = runs.weight_tying.astype(int)
-    check_comparable(runs)
     for name in ('lr', 'lam'):  # rates that print the same are the same: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
-    runs = name_variants(runs)
-    check_comparable(runs, ['n_params'], ('variant', 'size', 'weight_tying'))
-    check_runs(~runs.duplicated(['variant', 'size', 'weight_tying', 'lr', 'seed']), runs,
+    runs = name_runs(runs)
+    for name in COMPARABLE:
+        check_same(runs, name, ['size', 'weight_tying'])
+    check_same(runs, 'n_params', ['size', 'weight_tying', 'variant'])
+    check_runs(~runs.duplicated(['variant', *PLACE, 'seed']), runs,
                'a second run of its method, size, lr and seed')
-
-    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21, L0 if L is nan
-    check_runs(runs.capped_loss.notna() | (runs.init_from != ''), runs,
-               'a test_loss of nan needs an init_loss, which LRS counts for it')
-    # A method's runs of another λ have a table of their own where there are some of its default.
-    is_default = runs.variant == runs.plain_name
-    has_default = is_default.groupby([runs.plain_name, runs['size'], runs.weight_tying]).transform('any')
-    runs['at_default_lam'] = is_default | ~has_default
-    runs['of_several_lam'] = runs.groupby(['weight_tying', 'plain_name']).lam.transform('nunique') > 1
-    runs['behind'] = behind(runs[runs.at_default_lam])  # NaN where it is not compared
-    runs['behind_lam'] = behind(runs[runs.of_several_lam])
-
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}  # then others
     by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
     return runs.sort_values(by, ignore_index=True, key=lambda column: (
@@ -291,8 +285,23 @@ def write_csv(path, rows, float_format=None):
     save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
 
 
+def differences(rows, names):
+    """Lines on the columns `names` in which rows differ, of which runs' names say nothing."""
+    lines = []
+    for name in names:
+        values = [str(value) for value in rows.get(name, []) if as_text(value)]
+        if len(set(values)) > 1:
+            counts = [f'{value[:40]} ({values.count(value)})' for value in dict.fromkeys(values)]
+            lines.append(f'runs differ in {name}, which names do not show: {", ".join(counts[:4])}'
+                         + ', ...' * (len(counts) > 4))
+    return lines
+
+
 def read_runs(path):
-    """A csv of runs, see `complete`. A column beyond RESULTS is a flag of train.py or a fork's statistic."""
+    """
+    A csv of runs, see `complete` -> the runs, and lines on what names do not show. A column that neither
+    RESULTS nor train.py's flags have is a fork's statistic if it has numbers, else it is not read.
+    """
     rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # text alone, '' where a cell is empty
     check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows are longer than its header')  # 3,55
     rows = rows.fillna('').rename(columns=lambda name: name.strip().lower())
@@ -300,118 +309,172 @@ def read_runs(path):
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
     check(len(rows), f'{path}: has no runs')
     check((rows.test_loss != '').all(), f'{path}: a test_loss is empty; nan means that it was not finite')
-    rows = rows.drop(columns=['diverged', 'diverged_step'], errors='ignore')  # of older versions
-    for name in rows.columns.difference([*TEXTS, *IN_NAMES]):
+    texts = []
+    for name in rows.columns.difference(TEXTS):
+        if name in FLAGS and name not in RESULTS:
+            continue  # names compare it as text
         cells = rows[name].replace({'True': '1', 'False': '0', '': 'nan'})
         values = pd.to_numeric(cells, errors='coerce')
-        wrong = cells[values.isna() & (cells.str.lower() != 'nan')]
-        if name not in RESULTS and (name in FLAGS or values.isna().all()):
-            del rows[name]
+        if name not in RESULTS and values.isna().all():
+            texts.append(name)
             continue
+        wrong = cells[values.isna() & (cells.str.lower() != 'nan')]
         check(wrong.empty, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
         rows[name] = values.astype(float).replace([math.inf, -math.inf], math.nan)
-    return complete(rows)
-
-
-def of_runs(curves, runs):
-    """Curves with the settings of their runs. lr is the run's, not that of the step."""
-    names = ['run', 'size', 'weight_tying', 'lr', 'variant', 'setting', 'but_for_rounding', 'logits_dtype',
-             'mu_shift']
-    return runs[names].merge(curves.drop(columns='lr', errors='ignore'), on='run')
+    return complete(rows.drop(columns=texts)), differences(rows, ['commit', *texts])
 
 
 # -------- a sweep
 def read_folders(folders):
-    """All runs in or right below `folders`, a row each; their curves; lines on what cannot be read."""
-    configs = {path for folder in folders for name in ('config.json', '*/config.json')
-               for path in Path(folder).glob(name)}
-    runs, curves, missing = [], [], []
-    for folder in sorted(path.parent for path in configs):
+    """All runs in or right below `folders`, a row each; their curves; lines on what is missing or unknown."""
+    configs, deeper = ({path.parent for folder in folders for name in names for path in Path(folder).glob(name)}
+                       for names in (('config.json', '*/config.json'), ('*/*/config.json',)))
+    deeper = sorted(deeper - configs)
+    lines = [f'not read, two folders down: {len(deeper)} runs, such as {deeper[0]}'] if deeper else []
+    runs, curves, unknown = [], [], ['commit']
+    for folder in sorted(configs):
         try:
-            run, curve = read_run(folder)
+            run, curve, names = read_run(folder)
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
-            missing.append(f'left out: {folder}: {error} ({type(error).__name__})')
+            lines.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
         runs.append(run)
         curves.append(curve)
+        unknown += names
         if not run['finished']:
-            missing.append(f'not finished: {folder}')
+            lines.append(f'not finished: {folder}')
     check(any(run['finished'] for run in runs),
-          f'{" ".join(folders)}: no finished run in there; {"; ".join(missing[:2])}')
-    return pd.DataFrame(runs), pd.concat(curves), missing
+          f'{" ".join(folders)}: no finished run in there; {"; ".join(lines[:3])}')
+    runs = pd.DataFrame(runs)
+    lines += differences(runs[runs.finished], dict.fromkeys(unknown))
+    return runs, pd.concat(curves), lines
 
 
 def collect(folders, out):
-    """Reads and measures runs, writes three csv files -> the finished ones; all curves; what is missing."""
-    everything, curves, missing = read_folders(folders)
-    settings = everything.loc[everything.finished, [x for x in everything if x in {*RESULTS, *FLAGS}]]
-    complete(settings)  # refuses, before anything is measured
+    """Reads and measures runs, writes three csv files -> the finished; the others; all curves; lines."""
+    everything, curves, lines = read_folders(folders)
+    finished = everything.finished.astype(bool)
+    runs = everything.loc[finished, [name for name in everything if name in {*RESULTS, *FLAGS}]]
+    runs = complete(runs)  # refuses, before anything is measured
     statistics, distributions = [], []
-    for i, folder in enumerate(settings.run, 1):
-        print(f'[{i}/{len(settings)}] measuring {folder}', flush=True)
+    for i, run in enumerate(runs.itertuples(), 1):
+        print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
         measured = {'numbers': {}, 'distributions': {}}
         try:
-            measured = measure_run(Path(folder))
+            measured = measure_run(Path(run.run))
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
-            missing.append(f'{folder} is without statistics: {error} ({type(error).__name__})')
-        statistics.append({**measured['numbers'], 'run': folder})
-        distributions += [{'run': folder, 'quantity': name, **x}
+            lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
+        loss = measured['numbers'].pop('loss', math.nan)
+        if run.test_tokens <= POSITIONS and abs(loss - run.test_loss) > SAME_LOSS * run.test_loss:
+            lines.append(f'{run.run}: the loss of its model.pt on the test tokens is {loss:.4f}, that of its '
+                         f'result.json {run.test_loss:.4f}; the statistics are of model.pt')
+        statistics.append(measured['numbers'])
+        distributions += [{'run': run.run, 'quantity': name, **x}
                           for name, x in measured['distributions'].items()]
-    runs = complete(settings.merge(pd.DataFrame(statistics), on='run'))
+    statistics = pd.DataFrame(statistics, index=runs.index)
+    runs[statistics.columns] = statistics
 
-    rows = runs[list(dict.fromkeys([*RESULTS, *flags_in_names(runs), *own_statistics(runs)]))]
+    columns = dict.fromkeys([*RESULTS, *in_names(), *own_statistics(runs)])
+    rows = runs[[name for name in columns if name in runs]]
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    others = everything[~everything.finished]
+    others = everything[~finished]
     others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
-    return runs, of_runs(curves, pd.concat([runs, others])), missing
+    return runs, others, curves, lines
 
 
-# -------- learning rate sensitivity
+# -------- who is behind, and learning rate sensitivity
 MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
+SAME_LOSS = 1e-3  # losses of one model on the same tokens, on two machines, differ by less than this share
 PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 # the LRS of the paper's tables, and what they underline, by (tying, size, variant)
 PUBLISHED = pd.read_csv(Path(__file__).parent / 'tools/paper_lrs.csv',
                         index_col=['tying', 'size', 'variant'])
 
 
+VARIANT = ['weight_tying', 'size', 'variant']  # what has an LRS
+LRS_COLUMNS = [*VARIANT, 'method', 'lam', 'setting', 'n_params', 'seed', 'lrs', 'lrs_n1', 'n_lrs', 'rates',
+               'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest', 'published']
+
+
+def of_default_lam(runs):
+    """The runs that methods are compared by: of a method's default λ, or of every λ if none has the default."""
+    is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
+    alike = [runs[name] for name in ('size', 'weight_tying', 'method', 'setting', 'rounding')]
+    return runs[is_default | ~is_default.groupby(alike).transform('any')]
+
+
+def of_several_lam(runs):
+    """The runs that values of λ are compared by: of the methods that ran with several."""
+    alike = runs.groupby(['weight_tying', 'method', 'setting', 'rounding'])
+    return runs[alike.lam.transform('nunique') > 1]
+
+
+def behind(runs):
+    """
+    1 for a run whose variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest of
+    `runs` at its size, tying, learning rate, setting and rounding; else 0, or NaN if no other variant is
+    there. By this rule the authors mark what "diverged": `_div` in
+    results/Analyze_All_Models_Performance.ipynb at a1b753c of github.com/flxst/output-embedding-centering.
+    """
+    marks = pd.Series(math.nan, index=runs.index)
+    for _, rivals in runs.groupby([*PLACE, 'setting', 'rounding']):
+        losses = rivals.groupby('variant').test_loss.mean(skipna=False)
+        lowest = losses.min()
+        for variant, loss in losses.items():
+            if len(losses) > 1 or math.isnan(loss):
+                marks[rivals.index[rivals.variant == variant]] = 1 - ((loss - lowest) / lowest <= 0.01)
+    return marks
+
+
+def capped_loss(runs):
+    """min(L, L0) of Eq. 21, of each run: its test loss, or its loss at initialisation if that is lower."""
+    return np.fmin(runs.test_loss, runs.init_loss)  # L0 where L is nan
+
+
 def learning_rate_sensitivity(runs):
     """
-    LRS (Eq. 21) of each size, tying, variant and seed: `lrs` is the mean over the learning rates of
-    min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables; NaN for a variant with a
-    seed that learned nothing at any learning rate, or it would be 0, the best. Left out are seeds with one
-    learning rate, or with others than the seed with the most; a second list names them.
+    LRS (Eq. 21), in nats, of each size, tying, variant and seed, a row each: `lrs` is the mean over the
+    learning rates of min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables. NaN if
+    a seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best.
     """
-    by = [*VARIANT, 'seed']
-    lowest = runs.groupby(by).capped_loss.transform('min')
-    runs = runs.assign(rise=runs.capped_loss - lowest, dead=lowest >= runs.init_loss - MIN_LEARNED)
-    rows = runs.groupby(by, sort=False).agg(
-        **{name: (name, 'first') for name in [*OF_VARIANT, 'n_params', 'dead']},
-        lrs=('rise', 'mean'), n_lrs=('rise', 'count'),
-        rates=('lr', lambda rates: ' '.join(f'{lr:g}' for lr in rates)),
-        behind=('behind', 'max'), behind_lam=('behind_lam', 'max')).reset_index()
-    rows['lrs_n1'] = rows.lrs * rows.n_lrs / (rows.n_lrs - 1).where(rows.n_lrs > 1)
-    most = rows.loc[rows.groupby(VARIANT).n_lrs.transform('idxmax'), 'rates'].to_numpy()
-    compared = (rows.n_lrs > 1) & (rows.rates == most)
-    left_out = [f'not in LRS: {row.variant} {row.size}, {report.TYING[row.weight_tying]}, seed '
-                f'{row.seed:.0f}, with learning rates {row.rates}'
-                for row in rows[~compared].itertuples() if rows.n_lrs.max() >= report.MIN_RATES]
-    rows = rows[compared]
-    dead = rows.groupby(VARIANT).dead.transform('any')
-    return rows.assign(lrs=rows.lrs.mask(dead), lrs_n1=rows.lrs_n1.mask(dead)), left_out
+    rows = []
+    runs = runs.assign(behind=behind(runs))
+    for (tying, size, variant, seed), part in runs.groupby([*VARIANT, 'seed'], sort=False):
+        losses, n = capped_loss(part), len(part)
+        lowest, start = losses.min(), part.init_loss.min()
+        total = (losses - lowest).sum(skipna=False)
+        if lowest >= start - MIN_LEARNED:
+            total = math.nan
+        first = part.iloc[0]
+        rows.append({'size': size, 'weight_tying': tying, 'variant': variant, 'method': first.method,
+                     'lam': first.lam, 'setting': first.setting + first.rounding, 'n_params': first.n_params,
+                     'seed': seed, 'lrs': total / n, 'lrs_n1': total / (n - 1) if n > 1 else math.nan,
+                     'n_lrs': n, 'rates': ' '.join(f'{lr:g}' for lr in part.lr), 'behind': part.behind.max()})
+    return pd.DataFrame(rows, columns=LRS_COLUMNS)
 
 
-def mean_over_seeds(lrs_of_seeds):
-    """The rows of lrs.csv; `published` is the paper's number, for its own learning rates."""
-    rows = lrs_of_seeds.groupby(VARIANT, sort=False).agg(
-        **{name: (name, 'first') for name in OF_VARIANT}, lrs=('lrs', 'mean'), lrs_n1=('lrs_n1', 'mean'),
-        n_lrs=('n_lrs', 'max'), rates=('rates', 'first'), behind=('behind', 'max'),
-        behind_lam=('behind_lam', 'max'), seeds=('seed', 'nunique'), lrs_n1_lowest=('lrs_n1', 'min'),
-        lrs_n1_highest=('lrs_n1', 'max')).reset_index()
-    names = pd.MultiIndex.from_arrays([rows.weight_tying.map(report.TYING), rows['size'], rows.variant])
-    published = PUBLISHED.lrs.reindex(names).to_numpy()
-    return rows.assign(published=np.where(rows.rates == PAPER_LRS, published, math.nan))
+def mean_over_seeds(lrs):
+    """
+    Rows of each seed -> those of lrs.csv, of each size, tying and variant; lines that name the seeds that are
+    left out: those with one learning rate, or with others than the seed with the most. `published` is the
+    paper's number, for its own learning rates.
+    """
+    rows, lines = [], []
+    for (tying, size, variant), seeds in lrs.groupby(VARIANT, sort=False):
+        compared = (seeds.n_lrs > 1) & (seeds.rates == seeds.rates[seeds.n_lrs.idxmax()])
+        lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed.seed:.0f}, with learning '
+                  f'rates {seed.rates}' for seed in seeds[~compared].itertuples()]
+        seeds = seeds[compared]
+        if len(seeds):
+            of_all = {name: seeds[name].mean(skipna=False) for name in ('lrs', 'lrs_n1')}
+            known = seeds.rates.iloc[0] == PAPER_LRS
+            published = PUBLISHED.lrs.get((report.TYING[tying], size, variant), math.nan)
+            rows.append({**seeds.iloc[0].drop('seed'), **of_all, 'behind': seeds.behind.max(),
+                         'seeds': len(seeds), 'lrs_n1_lowest': seeds.lrs_n1.min(),
+                         'lrs_n1_highest': seeds.lrs_n1.max(), 'published': published if known else math.nan})
+    return pd.DataFrame(rows, columns=LRS_COLUMNS), lines if lrs.n_lrs.max() >= report.MIN_RATES else []
 
 
 # -------- the program
@@ -424,35 +487,57 @@ add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead
 add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 
 
+def results_folder(inputs):
+    """The default of --out for these paths: results/NAME, or results/NAME+NAME+16_more."""
+    names = [Path(name).resolve().name for name in inputs]
+    more = [f'{len(names) - 2}_more'] if len(names) > 3 else names[2:]
+    return Path('results', '+'.join(names[:2] + more))
+
+
+def largest_mean_logit(runs):
+    """A line on what BF16 costs the run that has the largest mean logit of those with BF16 logits, if any."""
+    rounded = runs[(runs.logits_dtype != 'float32') & runs.logit_mean.notna() & ~(runs.cap > 0)]
+    largest = rounded.loc[rounded.logit_mean.abs().sort_values().index[-1:]]  # one row, or none
+    return [f'Largest mean logit of BF16 logits: {run.variant} at η = {run.lr:g}, {train.verdict(run.logit_mean)}.'
+            for run in largest.itertuples()]
+
+
 def main(argv=None):
+    """Reads, compares and draws what the command line names."""
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
     inputs = args.runs or [args.results.removesuffix('results.csv').removesuffix('.csv')]
-    out = Path(args.out or Path('results', '+'.join(Path(name).resolve().name for name in inputs)))
+    out = Path(args.out or results_folder(inputs))
 
+    others = None  # runs that are not finished: their curves are drawn
     if args.runs:
-        runs, curves, missing = collect(args.runs, out)
+        runs, others, curves, lines = collect(args.runs, out)
     else:
-        runs, missing = read_runs(args.results), []
+        runs, lines = read_runs(args.results)
         path = Path(args.results).with_name('curves.csv')
         curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
-        curves = of_runs(curves, runs)
     own = own_statistics(runs)
     if own:
-        missing.append(f'columns that only the table of runs shows: {", ".join(own)}')
-    lrs_of_seeds, not_in_lrs = learning_rate_sensitivity(runs)
-    lrs = mean_over_seeds(lrs_of_seeds)
-    missing += not_in_lrs
-    write_csv(out / 'lrs.csv', lrs.drop(columns=['plain_name', 'at_default_lam', 'of_several_lam']))
+        lines.append(f'columns that only the table of runs shows: {", ".join(own)}')
+    compared = of_default_lam(runs)
+    runs['behind'] = behind(compared)  # NaN for the rest
+    methods, left_out = mean_over_seeds(learning_rate_sensitivity(compared))
+    several, also_left_out = mean_over_seeds(learning_rate_sensitivity(of_several_lam(runs)))
+    lines += dict.fromkeys(left_out + also_left_out)
+    lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
+    write_csv(out / 'lrs.csv', lrs.drop(columns=['seed', 'setting', 'n_params']))
 
-    tables = report.make_tables(runs, lrs, own)
-    figures = report.draw_figures(runs, curves, out / 'figures')
+    tables = report.make_tables(runs, methods, several, own)
+    figures = report.draw_figures(runs.loc[compared.index].assign(capped_loss=capped_loss),
+                                  pd.concat([runs, others]), curves, out / 'figures')
     report.write_markdown(out / 'tables.md', tables)
-    first, *others = tables  # the last is of all runs
-    report.write_page(out / 'report.html', [first, *others[:-1], *figures, *others[-1:]],
-                      [*report.describe(runs), *missing])
+    first, *rest = tables  # the last is of all runs
+    shown = ', '.join(inputs[:3]) + f' and {len(inputs) - 3} more' * (len(inputs) > 3)
+    lines = [*largest_mean_logit(runs), *report.describe(runs), *lines]
+    report.write_page(out / 'report.html', [first, *rest[:-1], *figures, *rest[-1:]],
+                      [f'What is shown: {shown}.', *lines])
 
-    print('', *missing, sep='\n')
+    print('', *lines, sep='\n')
     for table in tables[:-1]:
         rows = table['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
         print(table['title'], rows.to_string(index=False), '', sep='\n')

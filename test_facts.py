@@ -419,7 +419,8 @@ def lrs(tmp_path):
         lines = ['method,size,weight_tying,init_loss,lr,test_loss']
         lines += [f'baseline,16M,0,10.83,{i},{loss}' for i, loss in enumerate(losses, 1)]
         (tmp_path / 'losses.csv').write_text('\n'.join(lines))
-        row, = learning_rate_sensitivity(read_runs(tmp_path / 'losses.csv'))[0].itertuples()
+        runs, _ = read_runs(tmp_path / 'losses.csv')
+        row, = learning_rate_sensitivity(runs).itertuples()
         return row.lrs, row.lrs_n1
     return of
 

@@ -4,11 +4,13 @@ figures/*.png and report.html. Nothing is decided here but how it looks.
 """
 import base64
 import html
-import itertools
 import math
+import re
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
+from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -16,12 +18,15 @@ TYING = {0: 'untied', 1: 'tied'}
 NAMES = {  # a method that is not here is called what METHODS calls it
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping', 'mu_loss': 'μ-loss',
     'mu_centering': 'μ-centering', 'adamw_decay': "AdamW's decay", 'max_z_loss': 'max-z loss',
-    'norm_softmax': 'NormSoftmax', 'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.'}
+    'norm_softmax': 'NormSoftmax', 'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.',
+    'centered_head': 'centered head'}
 COLORS = {  # the first six are the paper's; other variants get the next of OTHERS
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#393B79', 'max_z_loss': '#17BECF',
-    'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22'}
-OTHERS = ['black', '#637939', '#7B4173', '#8C6D31', '#FF69B4', '#00CED1', '#843C39', '#6B6ECF']
+    'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22', 'centered_head': '#4B0082'}
+OTHERS = ['black', '#637939', '#7B4173', '#8C6D31', '#FF69B4', '#00CED1', '#843C39', '#6B6ECF',
+          *(to_hex(color) for i in range(4) for color in plt.get_cmap('tab20b').colors[i::4])]
+CURES = ['mu_loss', 'mu_centering', 'centered_head']
 
 # -------- tables: dicts of title, message, rows and caption
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
@@ -29,79 +34,124 @@ FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
     'test_loss': '{:.4f}', 'behind': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
     'mean_share': '{:.3f}', 'logit_mean': '{:.4g}', 'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}',
-    'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
+    'cos_mu_h': '{:z.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
+EXPLAINED = {  # columns of the table of runs
+    'behind': "1 if the variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest "
+              'at its size, tying, setting and learning rate; empty: not compared',
+    'model_step': 'of the model measured', 'mean_share': 'V‖μ‖² / ‖E‖², 1 if all embeddings are equal',
+    'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1'}
+
+
+def places(runs):
+    """The runs of each size, tying and learning rate, with what the place is called in titles and in files."""
+    for (size, tying, lr), rows in runs.groupby(['size', 'weight_tying', 'lr'], sort=False):
+        yield rows, f'{size}, {TYING[tying]}, η = {lr:g}', f'{size}_{TYING[tying]}_lr{lr:g}'
 
 
 def grid(cells):
-    """Cells by (line, column) -> a table, with - where there is no cell."""
-    return cells.unstack(sort=False).fillna('-').rename_axis(columns=None).reset_index()
+    """Cells {(line, ..., column): text} -> a table, with - where there is no cell."""
+    return pd.Series(cells).unstack(sort=False).fillna('-').rename_axis(columns=None).reset_index()
 
 
-def best_of_sizes(lrs, complete):
+def lrs_table(lrs, column, title):
     """
-    Rows of the lowest LRS of each size, as three digits show it: several if they tie, none if a method of
-    other digits had a seed as low as the best one's highest, as then they cannot be told apart.
+    Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each value of `column`, or None.
+    Bold is the lowest LRS of a size, as three digits show it, unless a rival had a seed as low as its highest.
     """
-    shown = lrs.lrs_n1.round(3).where(complete)
-    best = shown == shown.groupby(lrs['size']).transform('min')
-    highest = lrs.lrs_n1_highest.where(best).groupby(lrs['size']).transform('max')
-    rival = lrs.lrs_n1_lowest.where(~best & complete).groupby(lrs['size']).transform('min')
-    return best & ~(rival <= highest)
-
-
-def lrs_table(lrs, columns, title):
-    """Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each of `columns`, or None."""
     if not lrs.n_lrs.max() >= MIN_RATES:
         return None
-    complete = lrs.rates == lrs.rates[lrs.n_lrs == lrs.n_lrs.max()].mode()[0]
-    best = best_of_sizes(lrs, complete)
-    cells = lrs.lrs_n1.map('{:.3f}'.format)
-    named = lrs.variant + ' ' + cells
-    won = '; '.join(f'{size} {", ".join(part[best[part.index]]) or "undecided, as ranges overlap"}'
-                    for size, part in named.groupby(lrs['size'], sort=False))
-    cells = cells.where(complete, cells + ' (' + lrs.n_lrs.astype(str) + ' lr)')
-    cells = cells.mask(lrs.behind == 0, '<u>' + cells + '</u>')
-    cells = cells.mask(best, '<b>' + cells + '</b>')
-    ranges = lrs.lrs_n1_lowest.map(' [{:.3f}, '.format) + lrs.lrs_n1_highest.map('{:.3f}]'.format)
-    cells += ranges.where(lrs.seeds > 1, '')
-    cells += lrs.published.map(' <sub>{:.3f}</sub>'.format).where(lrs.published.notna(), '')
-    cells = cells.where(lrs.lrs_n1.notna(), '-').set_axis(pd.MultiIndex.from_frame(lrs[['size', columns]]))
-    return dict(title=title, message=f'{title}: lowest, which is best: {won}.',
-                rows=grid(cells).rename(columns={'size': 'N'}), caption=(
-        'How far the test losses at the n learning rates lie above the lowest of them, summed / (n - 1); '
-        'means over seeds [lowest, highest]. Bold: the lowest of its size, unless the ranges of others reach '
-        'into its own. Underlined: at every learning rate within 1% of the best method, of several λ: of the '
-        "best method and λ. Small: the paper's, of one seed. (n lr): over other learning rates than most. "
-        '-: no runs, or nothing was learned at any learning rate.'))
+    usual = lrs.rates[lrs.n_lrs == lrs.n_lrs.max()].mode()[0]
+    cells, said = {}, []
+    for size, rows in lrs.groupby('size', sort=False):
+        shown = rows.lrs_n1.round(3).where(rows.rates == usual)
+        best = rows[shown == shown.min()]
+        rivals = rows[shown > shown.min()]
+        overlap = (rivals.lrs_n1_lowest <= best.lrs_n1_highest.max()).any()
+        winners = [] if overlap else [*best.variant]
+        named = ', '.join(f'{name} {shown.min():.3f}' for name in winners)
+        nothing = 'undecided, as ranges overlap' if overlap else 'nothing was learned'
+        said.append(f'{size} {named or nothing}')
+        for run in rows.itertuples():
+            cell = f'{run.lrs_n1:.3f}'
+            if run.rates != usual:
+                cell += f' ({run.n_lrs} lr)'
+            if run.behind == 0:
+                cell = f'<u>{cell}</u>'
+            if run.variant in winners:
+                cell = f'<b>{cell}</b>'
+            if run.seeds > 1:
+                cell += f' [{run.lrs_n1_lowest:.3f}, {run.lrs_n1_highest:.3f}]'
+            if not math.isnan(run.published):
+                cell += f' <sub>{run.published:.3f}</sub>'
+            cells[size, getattr(run, column)] = '-' if math.isnan(run.lrs_n1) else cell
+    table = grid(cells).rename(columns={'level_0': 'N'})
+    return dict(title=title, message=f'{title}: lowest, which is best: {"; ".join(said)}.', rows=table, caption=(
+        'Lower is better, in nats: how far the test losses at the n learning rates lie above the lowest of them, '
+        'summed / (n - 1); means over seeds [lowest, highest]. Bold: the lowest of its size, unless the ranges '
+        'of others reach into its own. Underlined: within 1% of the best method at every learning rate; in a '
+        "table of several λ, of the best pair of method and λ. Small: the paper's, of one seed. (n lr): over "
+        'other learning rates than most. -: no runs, or nothing was learned at any learning rate.'))
 
 
-def with_cases(rows):
-    """The rows of what ran with several cases, precisions of the logits and added vectors, all else alike."""
-    logits = rows.logits_dtype.map({'bfloat16': 'BF16 logits', 'float32': 'fp32 logits'}).fillna('logits')
-    vector = rows.mu_shift.map(', vector of norm {:g}'.format).where(rows.mu_shift > 0, '')
-    rows = rows.assign(case=logits + vector)
-    setting = ['but_for_rounding', 'size', 'weight_tying', 'lr']
-    return rows[rows.groupby(setting).case.transform('nunique') > 1]
+def with_rounding(rows):
+    """Whether runs of one place differ, in some method and seed, in the logits' precision or an added vector."""
+    return rows.groupby(['method', 'lam', 'setting', 'seed'], dropna=False).rounding.nunique().max() > 1
 
 
 def rounding_table(runs):
-    """What an added vector or the precision of the logits does, or None."""
-    runs = with_cases(runs)
-    if runs.empty:
+    """What rounding does where runs differ by it alone: the runs of such places, or None."""
+    shown = pd.concat([rows for rows, *_ in places(runs) if with_rounding(rows)] or [runs[:0]])
+    if shown.empty:
         return None
-    runs = runs.assign(method=runs.but_for_rounding, tying=runs.weight_tying.map(TYING), η=runs.lr.map(str))
-    setting = ['method', 'size', 'tying', 'η']
-    means = runs.groupby([*setting, 'case'], sort=False).test_loss.agg(lambda x: x.mean(skipna=False))
-    *worst, _ = means.fillna(math.inf).idxmax()  # nan, where a run was not finite
-    cases = '; '.join(f'{x:.2f} with {case.replace(", ", " and a ")}' for case, x in means[*worst].items())
-    said = f'By rounding alone, {worst[0]} at η = {worst[-1]} ends at a test loss of {cases}.'
-    return dict(title='What rounding does', rows=grid(means.map('{:.2f}'.format)), message=said, caption=(
-        'The mean of the output embeddings adds one number to all logits of a position, which changes no '
-        'probability or gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. '
-        'A vector was added to all output embeddings at the start. Test losses are means over seeds, at a '
-        f'learning rate η; all began at {runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. nan: a run '
-        'was not finite. -: no run.'))
+    logits = shown.logits_dtype.map({'float32': 'fp32'}).fillna('BF16')
+    ends = [f'{loss:.2f} with {dtype} logits' + f' and a vector of norm {shift:g}' * (shift > 0)
+            + f' (mean logit {mean:,.0f})' * (mean == mean) for loss, dtype, shift, mean
+            in zip(shown.test_loss, logits, shown.mu_shift, shown.logit_mean, strict=True)]
+    shown = shown.assign(logits=logits, ends=ends, loss=shown.test_loss.fillna(math.inf))
+    widest, said = -1, ''
+    for (_, _, lr, _, _, setting, seed), twins in shown.groupby(
+            ['size', 'weight_tying', 'lr', 'method', 'lam', 'setting', 'seed'], dropna=False, sort=False):
+        worst = twins.loc[twins.loss.idxmax()]
+        width = worst.loss - twins.loss.min() if len(twins) > 1 else -1
+        if width <= widest:
+            continue
+        widest = width
+        name = NAMES.get(worst.method, worst.method) + setting
+        said = f'By rounding alone, {name} at η = {lr:g} ends at a test loss of {"; ".join(twins.ends)}.'
+        alike = [name for name in ('size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'logits')]
+        cures = shown[(shown[alike] == worst[alike]).all(axis=1) & shown.method.isin(CURES)]
+        cures = [f'{NAMES[run.method]} {run.test_loss:.2f}' for run in cures.itertuples() if run.loss < worst.loss]
+        said += f' The cure, as rounded: {", ".join(cures)}.' if cures else ''
+    table = pd.DataFrame({
+        'run': shown.variant, 'size': shown['size'], 'tying': shown.weight_tying.map(TYING),
+        'η': shown.lr.map('{:g}'.format), 'seed': shown.seed.map('{:.0f}'.format), 'logits': shown.logits,
+        'vector': shown.mu_shift.map('{:g}'.format), 'test loss': shown.test_loss.map('{:.2f}'.format),
+        'mean logit': shown.logit_mean.map('{:,.1f}'.format)})
+    return dict(title='What rounding does', rows=table.replace('nan', '-'), message=said, caption=(
+        'All runs of a size and learning rate at which a method ran with several precisions of the logits, or '
+        'with and without a vector of this norm added to all output embeddings at the start. The mean of the '
+        'embeddings adds one number to all logits of a position, their mean. That changes no probability or '
+        'gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. All began at '
+        f'{shown.init_loss.min():.2f} to {shown.init_loss.max():.2f}. -: not finite, or not known.'))
+
+
+def seed_table(runs):
+    """How a variant's test loss differs from the baseline's of the same seed, where they share two, or None."""
+    alike = ['size', 'weight_tying', 'lr', 'setting', 'rounding', 'seed']
+    baseline = runs[runs.method == 'baseline'][[*alike, 'test_loss']]
+    pairs = runs[runs.method != 'baseline'].merge(baseline, on=alike, suffixes=('', '_of_baseline'))
+    cells = {}
+    for (size, tying, lr, variant), rows in pairs.groupby(['size', 'weight_tying', 'lr', 'variant'], sort=False):
+        gaps = (rows.test_loss - rows.test_loss_of_baseline).dropna()
+        if len(gaps) > 1:
+            cells[size, TYING[tying], f'{lr:g}', variant] = f'{gaps.mean():+.3f} [{gaps.min():+.3f}, {gaps.max():+.3f}]'
+    if not cells:
+        return None
+    table = grid(cells).rename(columns={'level_0': 'N', 'level_1': 'tying', 'level_2': 'η'})
+    return dict(title='Test loss minus that of the baseline of the same seed', rows=table, caption=(
+        'In nats, means over the seeds that both have [lowest, highest]; such runs have the same data in the '
+        'same order. Below 0, the method is better. -: fewer than two such seeds.'))
 
 
 def run_table(runs, own_statistics):
@@ -109,28 +159,29 @@ def run_table(runs, own_statistics):
     formats = FORMATS | dict.fromkeys(own_statistics, '{:.4g}')
     known = runs[[*formats]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(formats[column.name].format)).replace(['nan', 'nan%'], '')
-    best = runs.loc[runs.groupby(['size', 'weight_tying'], sort=False).test_loss.idxmin(skipna=True).dropna()]
-    said = '; '.join(f'{run.variant} of {run.N}, {TYING[run.weight_tying]}, at η = {run.lr:g}: '
-                     f'{run.test_loss:.4f}' for run in best.rename(columns={'size': 'N'}).itertuples())
-    said = f'Lowest test loss: {said or "none was finite"}.'
-    return dict(title='All runs', rows=cells, message=said, caption=(
-        "behind: 1 if its method's test loss, a mean over seeds, is not finite or more than 1% above the "
-        'lowest of the methods at its size, tying, setting and learning rate; empty: not compared. '
-        'model_step: of the model measured. mean_share: V‖μ‖² / ‖E‖², 1 if all embeddings are equal. '
-        'r_log_below_1_too: of the positions with r_cos < 1, the share with r_log < 1.'))
+    said = []
+    for (size, tying), rows in runs.dropna(subset='test_loss').groupby(['size', 'weight_tying'], sort=False):
+        best = rows.loc[rows.test_loss.idxmin()]
+        said.append(f'{best.variant} of {size}, {TYING[tying]}, at η = {best.lr:g}: {best.test_loss:.4f}')
+    return dict(title='All runs', rows=cells, message=f'Lowest test loss: {"; ".join(said) or "none was finite"}.',
+                caption=' '.join(f'{name}: {text}.' for name, text in EXPLAINED.items() if name in cells))
 
 
-def make_tables(runs, lrs, own_statistics=()):
-    """All tables that there are data for: what rounding does, LRS and λ of each tying, and all runs."""
+def make_tables(runs, methods, several, own_statistics=()):
+    """
+    All tables that there are data for, of runs and of lrs.csv's rows of methods and of several λ: what rounding
+    does, LRS and λ of each tying, differences between runs of one seed, and all runs, which is always there.
+    """
     tables = [rounding_table(runs)]
-    for tying, part in lrs.groupby('weight_tying'):
-        title = f'Learning rate sensitivity (LRS), {TYING[tying]}'
-        tables.append(lrs_table(part[part.at_default_lam], 'variant', title))
-        for name, rows in part[part.of_several_lam].groupby('plain_name', sort=False):
-            rows = rows.sort_values('lam', kind='stable').assign(
-                lam=rows.lam.map('{:g}'.format), behind=rows.behind_lam)
-            tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
-    return [table for table in (*tables, run_table(runs, own_statistics)) if table]
+    for tying, word in TYING.items():
+        title = f'Learning rate sensitivity (LRS), {word}'
+        tables.append(lrs_table(methods[methods.weight_tying == tying], 'variant', title))
+        for (method, setting), rows in several[several.weight_tying == tying].groupby(
+                ['method', 'setting'], sort=False):
+            rows = rows.sort_values('lam', kind='stable').assign(lam=rows.lam.map('{:g}'.format))
+            tables.append(lrs_table(rows, 'lam', f'{title}, of {NAMES.get(method, method)}{setting} for several λ'))
+    tables += [seed_table(runs), run_table(runs, own_statistics)]
+    return [table for table in tables if table]
 
 
 # -------- figures: each function draws one, or returns None without data
@@ -151,7 +202,7 @@ plt.rcParams.update({
 
 
 def with_colors(rows, variants):
-    """Rows with the color of their variant, of all these variants."""
+    """Rows with the color of their variant, of all these variants: each has its own, of some 40."""
     colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
     others = [variant for variant in dict.fromkeys(variants) if variant not in colors]
     colors |= {variant: OTHERS[i % len(OTHERS)] for i, variant in enumerate(others)}
@@ -174,6 +225,16 @@ def draw_lines(ax, rows, y):
     rates = sorted(rows.lr.unique())
     ax.set_xticks(rates, [f'{lr:g}' for lr in rates])
     ax.xaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_curves(ax, rows, curves, y):
+    """y over the steps as logged, a line for each run that has it."""
+    for run in rows.itertuples():
+        curve = curves[run.run].dropna(subset=y) if y in curves[run.run] else curves[run.run][:0]
+        if len(curve):
+            ax.plot(curve.step, curve[y], color=run.color, label=run.variant, linewidth=1)
+            stretch(ax, np.concatenate([line.get_ydata() for line in ax.lines]))
+    ax.set(title=LABELS[y], xlabel='step')
 
 
 def stretch(ax, values):
@@ -203,20 +264,34 @@ def legend(figure, rows):
                   title='points: means over seeds; bars: from the lowest to the highest' if several else None)
 
 
-def four_panels(rows, columns):
-    """A panel for each of four columns, against the learning rate."""
-    rows = rows[rows.test_loss.notna()]  # the model of others is of their last checkpoint, of step 0 even
-    if rows.lr.nunique() < 2 or rows[columns].isna().all(axis=None):
+def legend_of_lines(figure, ax):
+    """Below the figure: the color of each variant that has a line on ax."""
+    handles = {line.get_label(): line for line in ax.lines}
+    figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
+    return figure
+
+
+def panels(rows, columns, shape, size):
+    """A panel for each of these columns, against the learning rate, or None."""
+    finite = rows[rows.test_loss.notna()]  # the model of others is of their last checkpoint, of step 0 even
+    if finite.lr.nunique() < 2 or finite[columns].isna().all(axis=None):
         return None
-    figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.2))
+    figure, axes = plt.subplots(*shape, figsize=size)
     for ax, column in zip(axes.flat, columns, strict=True):
-        draw_lines(ax, rows.dropna(subset=column), column)
+        part = (rows if column == 'capped_loss' else finite).dropna(subset=column)
+        draw_lines(ax, part, column)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         else:
-            stretch(ax, rows[column])
+            stretch(ax, part[column])
     legend(figure, rows)
     return figure
+
+
+def summary(rows):
+    first = rows[rows['size'] == rows['size'].iloc[0]]
+    first = first[first.variant.isin(['baseline', NAMES['mu_loss'], NAMES['mu_centering']])]
+    return panels(first, ['capped_loss', 'logit_mean'], (1, 2), (7, 3.2)) if first.method.nunique() > 1 else None
 
 
 def loss(rows):
@@ -237,60 +312,38 @@ def loss(rows):
 
 
 def statistics(rows):
-    return four_panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'])
+    return panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'], (2, 2), (7.5, 6.2))
 
 
 def fact_3(rows):
-    return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
+    return panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'], (2, 2), (7.5, 6.2))
 
 
-def smooth(values):
-    return values.rolling(10, min_periods=1, center=True).mean()
+def rounding(rows, curves):
+    if not with_rounding(rows):
+        return None
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.5))
+    for ax, column in zip(axes, ['loss', 'logit_mean'], strict=True):
+        draw_curves(ax, rows, curves, column)
+    return legend_of_lines(figure, axes[0])
 
 
-def training(rows):
-    """A panel for each quantity, a line for each run of one size, tying and learning rate."""
-    rows = rows[rows.step > 0]
-    loss = 'val_loss' if rows.groupby('run').val_loss.count().median() > 1 else 'loss'
-    if rows[loss].isna().all():
-        return None  # not finite from the first step on
-    columns = [loss, 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax']
-    rows = rows.reindex(columns=[*rows, *(name for name in columns if name not in rows)])
+def training(rows, curves):
+    n_evaluations = [curves[run].val_loss.count() for run in rows.run if run in curves]
+    columns = ['val_loss' if pd.Series(n_evaluations).median() > 2 else 'loss', 'mu_norm', 'logit_mean',
+               'logit_mean_spread', 'logit_std', 'logit_absmax']
     figure, axes = plt.subplots(2, 3, figsize=(10, 5.6), sharex=True)
     for ax, column in zip(axes.flat, columns, strict=True):
-        for _, run in rows.dropna(subset=column).groupby('run', sort=False):
-            y = run[column] if column == 'val_loss' else smooth(run[column])
-            first = run.iloc[0]
-            ax.plot(run.step, y, '-' if first.setting == '' else '--', color=first.color, label=first.variant,
-                    linewidth=1)
-        stretch(ax, rows[column])
-        ax.set(title=LABELS[column], xlabel='step')
-    handles = {line.get_label(): line for ax in axes.flat for line in ax.lines}
-    figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
-    return figure
-
-
-def rounding(rows):
-    """A panel for each method and case of one size, tying and learning rate: no line hides another."""
-    rows = with_cases(rows[rows.step > 0].dropna(subset='loss'))
-    if rows.empty:
-        return None
-    methods, cases = rows.but_for_rounding.unique(), rows.case.unique()
-    figure, axes = plt.subplots(len(methods), len(cases), figsize=(1 + 3 * len(cases), 1 + 2 * len(methods)),
-                                sharex=True, sharey=True, squeeze=False)
-    for ax, (method, case) in zip(axes.flat, itertools.product(methods, cases), strict=True):
-        part = rows[(rows.but_for_rounding == method) & (rows.case == case)]
-        for _, run in part.groupby('run', sort=False):
-            ax.plot(run.step, smooth(run.loss))
-        ax.set_title(f'{method}\n{case}', fontsize=9)
-    figure.supxlabel('step', fontsize=9)
-    figure.supylabel(LABELS['loss'], fontsize=9)
-    return figure
+        draw_curves(ax, rows, curves, column)
+    return legend_of_lines(figure, axes[0, 0])
 
 
 FIGURES = [  # function, title, caption
-    (rounding, 'Training loss with and without rounding',
-     'A line for each seed; the same axes in all panels. Means of ten log lines.'),
+    (rounding, 'What rounding does',
+     'Training loss and mean logit as logged, a line for each run. Equal lines hide each other.'),
+    (summary, 'Test loss and mean logit against learning rate',
+     'Of the first size. A loss above the one at initialisation is drawn as that one. Filled: what the paper '
+     'calls diverged: another method was over 1% better there.'),
     (loss, 'Test loss against learning rate',
      'A loss above the one at initialisation is drawn as that one. Small panels: the two largest learning '
      'rates. Filled: what the paper calls diverged: another method was over 1% better there. (Figures 2, 9)'),
@@ -303,22 +356,31 @@ FIGURES = [  # function, title, caption
      'line, centering lowers it. cos(μ, h): the cosine of the mean embedding and h. Means over the '
      'vocabulary or test positions, of runs that were finite. (Figure 5)'),
     (training, 'Training curves',
-     'A line for each run: its loss; the norm of the mean μ of the output embeddings; of the logits of a '
-     'position their mean, how that varies, their standard deviation and the largest |logit|. All but a val '
-     'loss are means of ten log lines. Dashed: another setting. Equal lines hide each other.')]
+     'A line for each run, as logged: its loss; the norm of the mean μ of the output embeddings; of the logits '
+     'of a position their mean, how that varies, their standard deviation and the largest |logit|. Of a log '
+     'of more than 1,000 lines every second, third, ... is drawn. Equal lines hide each other.')]
 
 
-def draw_figures(runs, curves, folder):
-    """Draws what there are data for, as PNG files in `folder` -> their titles, captions and files."""
-    runs, curves = (with_colors(rows, [*runs.variant, *curves.variant]) for rows in (runs, curves))
-    of_rates = [(word, word, runs[(runs.weight_tying == tying) & runs.at_default_lam])
-                for tying, word in TYING.items()]
-    of_steps = [(f'{size}, {TYING[tying]}, η = {lr:g}', f'{size}_{TYING[tying]}_lr{lr:g}', rows)
-                for (tying, size, lr), rows in curves.groupby(['weight_tying', 'size', 'lr'], sort=False)]
+def draw_figures(compared, everything, curves, folder):
+    """
+    Draws what there are data for, as PNG files in `folder` -> their titles, captions and files: of the runs
+    that are `compared` by learning rate, and of `everything` that has a curve. What an earlier analysis drew
+    there goes.
+    """
+    curves = dict(iter(curves[curves.step > 0].groupby('run'))) if len(curves) else {}
+    logged = everything[everything.run.isin(curves)]
+    variants = [*everything.variant]
+    compared, logged = with_colors(compared, variants), with_colors(logged, variants)
     figures = []
     for function, title, caption in FIGURES:
-        for what, name, rows in of_steps if function in (rounding, training) else of_rates:
-            figure = function(rows)
+        for old in folder.glob(f'{function.__name__}_*.png'):
+            old.unlink()
+        if function in (rounding, training):
+            drawn = [(what, name, function(rows, curves)) for rows, what, name in places(logged)]
+        else:
+            drawn = [(word, word, function(rows)) for tying, word in TYING.items()
+                     if len(rows := compared[compared.weight_tying == tying])]
+        for what, name, figure in drawn:
             if figure:
                 path = folder / f'{function.__name__}_{name}.png'
                 path.parent.mkdir(exist_ok=True)
@@ -330,12 +392,13 @@ def draw_figures(runs, curves, folder):
 
 
 # -------- the pages
-DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'mu_shift', 'seed', 'steps', 'batch_size', 'block_size',
+DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size', 'mu_shift', 'cap',
              'dtype', 'logits_dtype', 'device', 'data']
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
-  body { margin: 1rem auto; max-width: 68rem; font-family: sans-serif; } img { max-width: 100%; }
-  div { overflow-x: auto; } td, th { padding: .1rem .4rem; text-align: right; font-size: .8rem; }
-  td:first-child { white-space: nowrap; text-align: left; }
+  body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
+  img { max-width: 100%; } div { overflow-x: auto; }
+  td, th { padding: .1rem .3rem; text-align: right; font-size: .75rem; white-space: nowrap; }
+  td:first-child, th:first-child { position: sticky; left: 0; background: white; text-align: left; }
 </style>'''
 
 
@@ -349,13 +412,18 @@ def describe(runs):
         if any(value not in ('', '0') for value in values):  # a seed of 0 alone is an unknown one
             facts.append(f'{column}: {", ".join(values)}')
     lines = [f'{len(runs)} run{"s" * (len(runs) > 1)}. {"; ".join(facts)}.']
-    setting = runs.groupby(['size', 'weight_tying', 'variant'])
-    if setting.lr.nunique().max() < MIN_RATES:
-        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of a method.')
+    of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
+    if of_variant.lr.nunique().max() < MIN_RATES:
+        line = f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one method and setting'
+        settings = ', '.join(x for x in dict.fromkeys(runs.setting + runs.rounding) if x)
+        lines.append(line + ('; here settings differ' + settings if settings else '') + '.')
     if runs.steps.max() < 10_000:
         lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
-    if setting.seed.nunique().max() < 3:
-        lines.append('With fewer than three seeds, a difference between methods may be chance.')
+    seeds = of_variant.seed.nunique()
+    few = dict.fromkeys(name for *_, name in seeds.index[seeds < 3])
+    if few:
+        which = '' if (seeds < 3).all() else f' ({", ".join(few)})'
+        lines.append(f'With fewer than three seeds{which}, a difference between methods may be chance.')
     return lines
 
 
@@ -368,6 +436,11 @@ def write_markdown(path, tables):
     path.write_text('\n'.join(texts), encoding='utf-8')
 
 
+def marked(text):
+    """Text -> HTML, with the marks of tables alone: <b>, <u> and <sub>."""
+    return re.sub(r'&lt;(/?(b|u|sub))&gt;', r'<\1>', html.escape(str(text)))
+
+
 def write_page(path, items, lines):
     """
     Writes report.html, which needs no other file, of tables and figures. `lines` say what was run and what is
@@ -375,17 +448,17 @@ def write_page(path, items, lines):
     """
     parts = []
     for item in items:
-        part = f'<h2>{item["title"]}</h2>\n'
+        part = f'<h2>{html.escape(item["title"])}</h2>\n'
         if 'message' in item:
             part = f'<p><b>{html.escape(item["message"])}</b></p>\n' + part
         if 'rows' in item:
-            rows = item['rows'].rename(columns=lambda name: name.replace('_', '_<wbr>'))  # may break there
+            rows = item['rows'].map(marked).rename(columns=lambda name: marked(name).replace('_', '_<br>'))
             part += f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>\n'
         else:
             image = base64.b64encode(item['file'].read_bytes()).decode()
             part += f'<img src="data:image/png;base64,{image}">\n'
-        parts.append(f'{part}<p>{item["caption"]}</p>\n')
+        parts.append(f'{part}<p>{html.escape(item["caption"])}</p>\n')
     paragraphs = ''.join(f'<p>{html.escape(line)}</p>\n' for line in lines)
     parts.insert(1 if 'message' in items[0] else 0, paragraphs)
-    page = f'{STYLE}<h1>{path.resolve().parent.name}</h1>\n{"".join(parts)}'
+    page = f'{STYLE}<h1>{html.escape(path.resolve().parent.name)}</h1>\n{"".join(parts)}'
     path.write_text(page, encoding='utf-8')
