@@ -179,20 +179,16 @@ FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
 # Any other flag in which they differ is part of a run's name, a fork's too, but for those that are a line or
 # column of every table and those that change no loss.
-NOT_IN_NAMES = {*COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',
-                'log_every', 'eval_every', 'eval_tokens', 'wandb'}
+IN_NAMES = [flag for flag in FLAGS if flag not in {
+    *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
+    'eval_every', 'eval_tokens'}]
 ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
 PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
 
 
-def in_names():
-    """The flags that may be part of a name: all of train.py's but NOT_IN_NAMES."""
-    return [flag for flag in FLAGS if flag not in NOT_IN_NAMES]
-
-
 def own_statistics(runs):
     """The columns of statistics that a fork has added."""
-    return [name for name in runs if name not in {*RESULTS, *FLAGS, 'variant', 'setting', 'rounding', 'behind'}]
+    return [name for name in runs if name not in {*RESULTS, *FLAGS, 'variant', 'setting', 'rounding'}]
 
 
 def as_text(value):
@@ -210,7 +206,7 @@ def own_settings(run):
     defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'cap': None, 'warmup': run['steps'] // 20}
     if run['method'] in METHODS:
         defaults['cap'] = gpt_config({'method': run['method']}).cap
-    values = {flag: as_text(run.get(flag)) for flag in in_names()}
+    values = {flag: as_text(run.get(flag)) for flag in IN_NAMES}
     return {flag: value for flag, value in values.items() if value not in ('', as_text(defaults[flag]))}
 
 
@@ -222,7 +218,7 @@ def name_runs(runs):
     """
     own = [own_settings(run) for run in runs.to_dict('records')]
     runs = runs.assign(setting='', rounding='')
-    for flag in in_names():
+    for flag in IN_NAMES:
         values = pd.Series([settings.get(flag, '') for settings in own], index=runs.index)
         if values.groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
             usual = '' if '' in set(values) else values.mode()[0]
@@ -374,7 +370,7 @@ def collect(folders, out):
     statistics = pd.DataFrame(statistics, index=runs.index)
     runs[statistics.columns] = statistics
 
-    columns = dict.fromkeys([*RESULTS, *in_names(), *own_statistics(runs)])
+    columns = dict.fromkeys([*RESULTS, *IN_NAMES, *own_statistics(runs)])
     rows = runs[[name for name in columns if name in runs]]
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
@@ -391,11 +387,8 @@ PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 # the LRS of the paper's tables, and what they underline, by (tying, size, variant)
 PUBLISHED = pd.read_csv(Path(__file__).parent / 'tools/paper_lrs.csv',
                         index_col=['tying', 'size', 'variant'])
-
-
-VARIANT = ['weight_tying', 'size', 'variant']  # what has an LRS
-LRS_COLUMNS = [*VARIANT, 'method', 'lam', 'setting', 'n_params', 'seed', 'lrs', 'lrs_n1', 'n_lrs', 'rates',
-               'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest', 'published']
+LRS_COLUMNS = ['size', 'weight_tying', 'variant', 'method', 'lam', 'setting', 'n_params', 'lrs', 'lrs_n1', 'n_lrs',
+               'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest', 'published']
 
 
 def of_default_lam(runs):
@@ -429,52 +422,42 @@ def behind(runs):
 
 
 def capped_loss(runs):
-    """min(L, L0) of Eq. 21, of each run: its test loss, or its loss at initialisation if that is lower."""
-    return np.fmin(runs.test_loss, runs.init_loss)  # L0 where L is nan
+    """min(L, L0) of Eq. 21, (n,): test losses, or the loss at initialisation where that is lower or L is nan."""
+    return np.fmin(runs.test_loss, runs.init_loss)
 
 
 def learning_rate_sensitivity(runs):
     """
-    LRS (Eq. 21), in nats, of each size, tying, variant and seed, a row each: `lrs` is the mean over the
-    learning rates of min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables. NaN if
-    a seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best.
-    """
-    rows = []
-    runs = runs.assign(behind=behind(runs))
-    for (tying, size, variant, seed), part in runs.groupby([*VARIANT, 'seed'], sort=False):
-        losses, n = capped_loss(part), len(part)
-        lowest, start = losses.min(), part.init_loss.min()
-        total = (losses - lowest).sum(skipna=False)
-        if lowest >= start - MIN_LEARNED:
-            total = math.nan
-        first = part.iloc[0]
-        rows.append({'size': size, 'weight_tying': tying, 'variant': variant, 'method': first.method,
-                     'lam': first.lam, 'setting': first.setting + first.rounding, 'n_params': first.n_params,
-                     'seed': seed, 'lrs': total / n, 'lrs_n1': total / (n - 1) if n > 1 else math.nan,
-                     'n_lrs': n, 'rates': ' '.join(f'{lr:g}' for lr in part.lr), 'behind': part.behind.max()})
-    return pd.DataFrame(rows, columns=LRS_COLUMNS)
-
-
-def mean_over_seeds(lrs):
-    """
-    Rows of each seed -> those of lrs.csv, of each size, tying and variant; lines that name the seeds that are
-    left out: those with one learning rate, or with others than the seed with the most. `published` is the
-    paper's number, for its own learning rates.
+    LRS (Eq. 21), in nats -> a row for each size, tying and variant, means over its seeds: `lrs` is the mean
+    over the learning rates of min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables.
+    NaN if a seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best.
+    And lines that name the seeds left out: with one learning rate, or others than the seed with the most.
     """
     rows, lines = [], []
-    for (tying, size, variant), seeds in lrs.groupby(VARIANT, sort=False):
-        compared = (seeds.n_lrs > 1) & (seeds.rates == seeds.rates[seeds.n_lrs.idxmax()])
-        lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed.seed:.0f}, with learning '
-                  f'rates {seed.rates}' for seed in seeds[~compared].itertuples()]
-        seeds = seeds[compared]
-        if len(seeds):
-            of_all = {name: seeds[name].mean(skipna=False) for name in ('lrs', 'lrs_n1')}
-            known = seeds.rates.iloc[0] == PAPER_LRS
-            published = PUBLISHED.lrs.get((report.TYING[tying], size, variant), math.nan)
-            rows.append({**seeds.iloc[0].drop('seed'), **of_all, 'behind': seeds.behind.max(),
-                         'seeds': len(seeds), 'lrs_n1_lowest': seeds.lrs_n1.min(),
-                         'lrs_n1_highest': seeds.lrs_n1.max(), 'published': published if known else math.nan})
-    return pd.DataFrame(rows, columns=LRS_COLUMNS), lines if lrs.n_lrs.max() >= report.MIN_RATES else []
+    runs = runs.assign(behind=behind(runs), loss=capped_loss(runs))
+    for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
+        seeds = {seed: of_seed for seed, of_seed in part.groupby('seed')}
+        rates = {seed: ' '.join(map('{:g}'.format, of_seed.lr)) for seed, of_seed in seeds.items()}
+        most = max(rates.values(), key=lambda text: text.count(' '))
+        compared = [seed for seed in seeds if rates[seed] == most and len(seeds[seed]) > 1]
+        lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning rates '
+                  f'{rates[seed]}' for seed in seeds if seed not in compared]
+        if not compared:
+            continue
+        n, sums = len(most.split()), []
+        for seed in compared:
+            loss, start = seeds[seed].loss, seeds[seed].init_loss.min()
+            dead = loss.min() >= start - MIN_LEARNED
+            sums.append(math.nan if dead else (loss - loss.min()).sum(skipna=False))
+        first, n1 = part.iloc[0], np.array(sums) / (n - 1)
+        published = PUBLISHED.lrs.get((report.TYING[tying], size, variant), math.nan)
+        rows.append({
+            'size': size, 'weight_tying': tying, 'variant': variant, 'method': first.method, 'lam': first.lam,
+            'setting': first.setting + first.rounding, 'n_params': first.n_params, 'lrs': np.mean(sums) / n,
+            'lrs_n1': n1.mean(), 'n_lrs': n, 'rates': most, 'seeds': len(compared), 'lrs_n1_lowest': n1.min(),
+            'lrs_n1_highest': n1.max(), 'published': published if most == PAPER_LRS else math.nan,
+            'behind': max(seeds[seed].behind.max() for seed in compared)})
+    return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
 
 
 # -------- the program
@@ -521,11 +504,11 @@ def main(argv=None):
         lines.append(f'columns that only the table of runs shows: {", ".join(own)}')
     compared = of_default_lam(runs)
     runs['behind'] = behind(compared)  # NaN for the rest
-    methods, left_out = mean_over_seeds(learning_rate_sensitivity(compared))
-    several, also_left_out = mean_over_seeds(learning_rate_sensitivity(of_several_lam(runs)))
-    lines += dict.fromkeys(left_out + also_left_out)
-    lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
-    write_csv(out / 'lrs.csv', lrs.drop(columns=['seed', 'setting', 'n_params']))
+    methods, left_out = learning_rate_sensitivity(compared)
+    several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
+    if runs.lr.nunique() >= report.MIN_RATES:
+        lines += dict.fromkeys(left_out + also_left_out)
+    write_csv(out / 'lrs.csv', pd.concat([methods.assign(table='methods'), several.assign(table='λ')]))
 
     tables = report.make_tables(runs, methods, several, own)
     figures = report.draw_figures(runs.loc[compared.index].assign(capped_loss=capped_loss),

@@ -34,7 +34,7 @@ FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
     'test_loss': '{:.4f}', 'behind': '{:g}', 'model_step': '{:.0f}', 'mu_norm': '{:.4g}',
     'mean_share': '{:.3f}', 'logit_mean': '{:.4g}', 'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}',
-    'cos_mu_h': '{:z.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
+    'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
 EXPLAINED = {  # columns of the table of runs
     'behind': "1 if the variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest "
@@ -49,9 +49,10 @@ def places(runs):
         yield rows, f'{size}, {TYING[tying]}, η = {lr:g}', f'{size}_{TYING[tying]}_lr{lr:g}'
 
 
-def grid(cells):
-    """Cells {(line, ..., column): text} -> a table, with - where there is no cell."""
-    return pd.Series(cells).unstack(sort=False).fillna('-').rename_axis(columns=None).reset_index()
+def grid(cells, *names):
+    """Cells {(line, ..., column): text}, what their lines are called -> a table, with - where none is."""
+    table = pd.Series(cells).unstack(sort=False).fillna('-').rename_axis(index=names, columns=None)
+    return table.reset_index()
 
 
 def lrs_table(lrs, column, title):
@@ -85,8 +86,8 @@ def lrs_table(lrs, column, title):
             if not math.isnan(run.published):
                 cell += f' <sub>{run.published:.3f}</sub>'
             cells[size, getattr(run, column)] = '-' if math.isnan(run.lrs_n1) else cell
-    table = grid(cells).rename(columns={'level_0': 'N'})
-    return dict(title=title, message=f'{title}: lowest, which is best: {"; ".join(said)}.', rows=table, caption=(
+    message = f'{title}: lowest, which is best: {"; ".join(said)}.'
+    return dict(title=title, message=message, rows=grid(cells, 'N'), caption=(
         'Lower is better, in nats: how far the test losses at the n learning rates lie above the lowest of them, '
         'summed / (n - 1); means over seeds [lowest, highest]. Bold: the lowest of its size, unless the ranges '
         'of others reach into its own. Underlined: within 1% of the best method at every learning rate; in a '
@@ -95,45 +96,50 @@ def lrs_table(lrs, column, title):
 
 
 def with_rounding(rows):
-    """Whether runs of one place differ, in some method and seed, in the logits' precision or an added vector."""
+    """Whether some runs of one place are alike, seed and all, but for the logits' precision or a vector."""
     return rows.groupby(['method', 'lam', 'setting', 'seed'], dropna=False).rounding.nunique().max() > 1
 
 
-def rounding_table(runs):
-    """What rounding does where runs differ by it alone: the runs of such places, or None."""
-    shown = pd.concat([rows for rows, *_ in places(runs) if with_rounding(rows)] or [runs[:0]])
-    if shown.empty:
-        return None
-    logits = shown.logits_dtype.map({'float32': 'fp32'}).fillna('BF16')
-    ends = [f'{loss:.2f} with {dtype} logits' + f' and a vector of norm {shift:g}' * (shift > 0)
-            + f' (mean logit {mean:,.0f})' * (mean == mean) for loss, dtype, shift, mean
-            in zip(shown.test_loss, logits, shown.mu_shift, shown.logit_mean, strict=True)]
-    shown = shown.assign(logits=logits, ends=ends, loss=shown.test_loss.fillna(math.inf))
-    widest, said = -1, ''
-    for (_, _, lr, _, _, setting, seed), twins in shown.groupby(
-            ['size', 'weight_tying', 'lr', 'method', 'lam', 'setting', 'seed'], dropna=False, sort=False):
-        worst = twins.loc[twins.loss.idxmax()]
-        width = worst.loss - twins.loss.min() if len(twins) > 1 else -1
-        if width <= widest:
+def said_of_rounding(runs):
+    """Of the alike runs whose losses lie farthest apart by rounding: these, and runs of a cure beside them."""
+    farthest, said = -1, ''
+    alike = ['size', 'weight_tying', 'lr', 'method', 'lam', 'setting', 'seed']
+    for _, twins in runs.groupby(alike, dropna=False, sort=False):
+        loss = twins.test_loss.fillna(math.inf)
+        worst = twins.loc[loss.idxmax()]
+        if len(twins) == 1 or loss.max() - loss.min() <= farthest:
             continue
-        widest = width
-        name = NAMES.get(worst.method, worst.method) + setting
-        said = f'By rounding alone, {name} at η = {lr:g} ends at a test loss of {"; ".join(twins.ends)}.'
-        alike = [name for name in ('size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'logits')]
-        cures = shown[(shown[alike] == worst[alike]).all(axis=1) & shown.method.isin(CURES)]
-        cures = [f'{NAMES[run.method]} {run.test_loss:.2f}' for run in cures.itertuples() if run.loss < worst.loss]
-        said += f' The cure, as rounded: {", ".join(cures)}.' if cures else ''
-    table = pd.DataFrame({
-        'run': shown.variant, 'size': shown['size'], 'tying': shown.weight_tying.map(TYING),
-        'η': shown.lr.map('{:g}'.format), 'seed': shown.seed.map('{:.0f}'.format), 'logits': shown.logits,
-        'vector': shown.mu_shift.map('{:g}'.format), 'test loss': shown.test_loss.map('{:.2f}'.format),
-        'mean logit': shown.logit_mean.map('{:,.1f}'.format)})
-    return dict(title='What rounding does', rows=table.replace('nan', '-'), message=said, caption=(
-        'All runs of a size and learning rate at which a method ran with several precisions of the logits, or '
-        'with and without a vector of this norm added to all output embeddings at the start. The mean of the '
-        'embeddings adds one number to all logits of a position, their mean. That changes no probability or '
-        'gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. All began at '
-        f'{shown.init_loss.min():.2f} to {shown.init_loss.max():.2f}. -: not finite, or not known.'))
+        farthest = loss.max() - loss.min()
+        ends = []
+        for run in twins.itertuples():
+            vector = f' and a vector of norm {run.mu_shift:g}' if twins.mu_shift.nunique() > 1 else ''
+            mean = '' if math.isnan(run.logit_mean) else f' (mean logit {run.logit_mean:,.0f})'
+            ends.append(f'{run.test_loss:.2f} with {run.logits} logits{vector}{mean}')
+        name = NAMES.get(worst.method, worst.method) + worst.setting
+        said = f'By rounding alone, {name} at η = {worst.lr:g} ends at a test loss of {", ".join(ends)}.'
+        beside = ['size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'logits']
+        cures = runs[(runs[beside] == worst[beside]).all(axis=1) & runs.method.isin(CURES)]
+        cures = [f'{run.variant} {run.test_loss:.2f}' for run in cures.itertuples() if run.test_loss < loss.max()]
+        said += f' With {" or ".join(cures)}, in {worst.logits} too.' if cures else ''
+    return said
+
+
+def rounding_table(runs):
+    """What rounding does: all runs of the places where some differ by it alone, a line each, or None."""
+    runs = pd.concat([rows for rows, *_ in places(runs) if with_rounding(rows)] or [runs[:0]])
+    if runs.empty:
+        return None
+    runs = runs.assign(logits=runs.logits_dtype.map({'float32': 'fp32'}).fillna('BF16'))
+    columns = {'run': runs.variant, 'size': runs['size'], 'tying': runs.weight_tying.map(TYING),
+               'η': runs.lr.map('{:g}'.format), 'seed': runs.seed.map('{:.0f}'.format), 'logits': runs.logits,
+               'vector': runs.mu_shift.map('{:g}'.format), 'test loss': runs.test_loss.map('{:.2f}'.format),
+               'mean logit': runs.logit_mean.map('{:,.1f}'.format)}
+    return dict(title='What rounding does', rows=pd.DataFrame(columns), message=said_of_rounding(runs), caption=(
+        "All runs at a size and learning rate at which only the precision of one method's logits, or a vector of "
+        'this norm that was added to all output embeddings at the start, differ. The mean of the embeddings adds '
+        'one number to all logits of a position, which changes no probability or gradient but by rounding: '
+        'between 512 and 1,024 BF16 has only the multiples of 4. All began at a loss of '
+        f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. nan: not finite, or not known.'))
 
 
 def seed_table(runs):
@@ -142,13 +148,15 @@ def seed_table(runs):
     baseline = runs[runs.method == 'baseline'][[*alike, 'test_loss']]
     pairs = runs[runs.method != 'baseline'].merge(baseline, on=alike, suffixes=('', '_of_baseline'))
     cells = {}
-    for (size, tying, lr, variant), rows in pairs.groupby(['size', 'weight_tying', 'lr', 'variant'], sort=False):
+    place = ['size', 'weight_tying', 'lr', 'variant']
+    for (size, tying, lr, variant), rows in pairs.groupby(place, sort=False):
         gaps = (rows.test_loss - rows.test_loss_of_baseline).dropna()
         if len(gaps) > 1:
-            cells[size, TYING[tying], f'{lr:g}', variant] = f'{gaps.mean():+.3f} [{gaps.min():+.3f}, {gaps.max():+.3f}]'
+            mean, low, high = (round(x, 3) + 0.0 for x in (gaps.mean(), gaps.min(), gaps.max()))  # no -0.0
+            cells[size, TYING[tying], f'{lr:g}', variant] = f'{mean:+.3f} [{low:+.3f}, {high:+.3f}]'
     if not cells:
         return None
-    table = grid(cells).rename(columns={'level_0': 'N', 'level_1': 'tying', 'level_2': 'η'})
+    table = grid(cells, 'N', 'tying', 'η')
     return dict(title='Test loss minus that of the baseline of the same seed', rows=table, caption=(
         'In nats, means over the seeds that both have [lowest, highest]; such runs have the same data in the '
         'same order. Below 0, the method is better. -: fewer than two such seeds.'))
@@ -158,7 +166,8 @@ def run_table(runs, own_statistics):
     """A line for each run, a column for each of FORMATS that is known of a run, and for a fork's own."""
     formats = FORMATS | dict.fromkeys(own_statistics, '{:.4g}')
     known = runs[[*formats]].dropna(axis='columns', how='all')
-    cells = known.apply(lambda column: column.map(formats[column.name].format)).replace(['nan', 'nan%'], '')
+    cells = known.apply(lambda column: column.map(formats[column.name].format))
+    cells = cells.replace({'nan': '', 'nan%': '', '-0.000': '0.000'})
     said = []
     for (size, tying), rows in runs.dropna(subset='test_loss').groupby(['size', 'weight_tying'], sort=False):
         best = rows.loc[rows.test_loss.idxmin()]
@@ -233,7 +242,8 @@ def draw_curves(ax, rows, curves, y):
         curve = curves[run.run].dropna(subset=y) if y in curves[run.run] else curves[run.run][:0]
         if len(curve):
             ax.plot(curve.step, curve[y], color=run.color, label=run.variant, linewidth=1)
-            stretch(ax, np.concatenate([line.get_ydata() for line in ax.lines]))
+    if ax.lines:
+        stretch(ax, np.concatenate([line.get_ydata() for line in ax.lines]))
     ax.set(title=LABELS[y], xlabel='step')
 
 
@@ -271,27 +281,32 @@ def legend_of_lines(figure, ax):
     return figure
 
 
-def panels(rows, columns, shape, size):
-    """A panel for each of these columns, against the learning rate, or None."""
-    finite = rows[rows.test_loss.notna()]  # the model of others is of their last checkpoint, of step 0 even
-    if finite.lr.nunique() < 2 or finite[columns].isna().all(axis=None):
+def four_panels(rows, columns):
+    """A panel for each of four columns, against the learning rate."""
+    rows = rows[rows.test_loss.notna()]  # the model of others is of their last checkpoint, of step 0 even
+    if rows.lr.nunique() < 2 or rows[columns].isna().all(axis=None):
         return None
-    figure, axes = plt.subplots(*shape, figsize=size)
+    figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.2))
     for ax, column in zip(axes.flat, columns, strict=True):
-        part = (rows if column == 'capped_loss' else finite).dropna(subset=column)
-        draw_lines(ax, part, column)
+        draw_lines(ax, rows.dropna(subset=column), column)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         else:
-            stretch(ax, part[column])
+            stretch(ax, rows[column])
     legend(figure, rows)
     return figure
 
 
 def summary(rows):
-    first = rows[rows['size'] == rows['size'].iloc[0]]
-    first = first[first.variant.isin(['baseline', NAMES['mu_loss'], NAMES['mu_centering']])]
-    return panels(first, ['capped_loss', 'logit_mean'], (1, 2), (7, 3.2)) if first.method.nunique() > 1 else None
+    rows = rows[rows['size'] == rows['size'].iloc[0]]
+    rows = rows[rows.variant.isin(['baseline', NAMES['mu_loss'], NAMES['mu_centering']])]
+    if rows.variant.nunique() < 2 or rows.lr.nunique() < 2 or rows.logit_mean.isna().all():
+        return None
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
+    for ax, column in zip(axes, ['capped_loss', 'logit_mean'], strict=True):
+        draw_lines(ax, rows.assign(size='').dropna(subset=column), column)
+    legend(figure, rows)
+    return figure
 
 
 def loss(rows):
@@ -312,11 +327,11 @@ def loss(rows):
 
 
 def statistics(rows):
-    return panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'], (2, 2), (7.5, 6.2))
+    return four_panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'])
 
 
 def fact_3(rows):
-    return panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'], (2, 2), (7.5, 6.2))
+    return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
 
 
 def rounding(rows, curves):
@@ -329,13 +344,13 @@ def rounding(rows, curves):
 
 
 def training(rows, curves):
-    n_evaluations = [curves[run].val_loss.count() for run in rows.run if run in curves]
-    columns = ['val_loss' if pd.Series(n_evaluations).median() > 2 else 'loss', 'mu_norm', 'logit_mean',
+    evaluations = [curves[run].val_loss.count() for run in rows.run if 'val_loss' in curves[run]]
+    columns = ['val_loss' if evaluations and np.median(evaluations) > 1 else 'loss', 'mu_norm', 'logit_mean',
                'logit_mean_spread', 'logit_std', 'logit_absmax']
     figure, axes = plt.subplots(2, 3, figsize=(10, 5.6), sharex=True)
     for ax, column in zip(axes.flat, columns, strict=True):
         draw_curves(ax, rows, curves, column)
-    return legend_of_lines(figure, axes[0, 0])
+    return legend_of_lines(figure, axes[0, 0])  # of the loss
 
 
 FIGURES = [  # function, title, caption
@@ -415,8 +430,9 @@ def describe(runs):
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
     if of_variant.lr.nunique().max() < MIN_RATES:
         line = f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one method and setting'
-        settings = ', '.join(x for x in dict.fromkeys(runs.setting + runs.rounding) if x)
-        lines.append(line + ('; here settings differ' + settings if settings else '') + '.')
+        settings = [x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x]
+        split = runs.lr.nunique() >= MIN_RATES and settings  # as by --min_lr = lr / 10
+        lines.append(f'{line}; here settings differ: {"; ".join(settings[:4])}.' if split else f'{line}.')
     if runs.steps.max() < 10_000:
         lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = of_variant.seed.nunique()
