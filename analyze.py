@@ -107,19 +107,14 @@ def measure_model(gpt, windows):
 # -------- a run's folder
 @functools.cache  # the runs of a sweep have the same data
 def val_windows(folder, block_size, vocab_size, data_fingerprint):
-    """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
-    if os.path.isdir(folder):
-        data = [train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val')]
-        if train.fingerprint(data) == data_fingerprint:
-            return data[1]
-    raise ValueError(f'{folder} does not hold the shards of the training')
+    """The val windows of the data that a run was trained on. Refuses a folder that has others."""
+    data = [train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val')]
+    check(train.fingerprint(data) == data_fingerprint, f'{folder} does not hold the shards of the training')
+    return data[1]
 
 
 def measure_run(folder):
-    """
-    measure_model of a finished run, kept in its folder until model.pt changes. Raises, or exits as train.py
-    does, if model.pt or the data are missing, damaged or others than the run's.
-    """
+    """measure_model of a finished run, kept in its folder until model.pt changes. Refuses other data or weights."""
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
@@ -128,10 +123,8 @@ def measure_run(folder):
 
     saved = train.read_checkpoint(str(path))
     config = saved['config']
-    if config['run_id'] != settings['run_id']:
-        raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
-    windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
-                          config['data_fingerprint'])
+    check(config['run_id'] == settings['run_id'], 'model.pt is of another run: config.json has another run_id')
+    windows = val_windows(settings['data'], *map(config.get, ('block_size', 'vocab_size', 'data_fingerprint')))
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
@@ -144,19 +137,16 @@ def measure_run(folder):
 
 def read_run(folder):
     """
-    A run's folder -> a dict of its settings and, if it is finished, its results; its log, a row for each
-    evaluation and for each of at most 1,000 log lines; the names of its settings that this code does not
-    know. Raises if a file is missing or damaged.
+    A dict of a run's settings and, if it is finished, results; its log, of at most 1,000 lines and all
+    evaluations; the names of settings that this code does not know. Raises if a file is missing or damaged.
     """
     settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    run = {**settings, **results, 'run': str(folder), 'device': settings['device_name'],
-           'finished': 'test_loss' in results}
-    run = {name: math.nan if value is None else value for name, value in run.items()}
+    run = {name: math.nan if value is None else value for name, value in {**settings, **results}.items()}
+    run |= {'run': str(folder), 'device': settings['device_name'], 'finished': 'test_loss' in results}
     trained = [line for line in log if 'loss' in line]
-    evaluations = [line for line in log if 'loss' not in line]
     every = math.ceil(len(trained) / 1000) or 1
-    curve = pd.DataFrame(evaluations + trained[::-every])  # with the last line
+    curve = pd.DataFrame([line for line in log if 'loss' not in line] + trained[::-every])  # with the last line
     unknown = [name for name in settings if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE}]
     return run, curve.sort_values('step', kind='stable').assign(run=run['run']), unknown
 
@@ -167,11 +157,9 @@ RESULTS = [
     'block_size', 'vocab_size', 'test_tokens', 'data_fingerprint', 'dtype', 'logits_dtype', 'mu_shift',
     'init_from', 'init_loss', 'test_loss', 'model_step', 'mu_norm', 'mean_share', 'logit_mean',
     'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log',
-    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device',
-    'commit']
+    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device', 'commit']
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
-TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device',
-         'commit']
+TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device', 'commit']
 FLAGS = vars(train.parser.parse_args([]))  # of train.py, with a fork's, and their defaults
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
 
@@ -193,19 +181,17 @@ def own_statistics(runs):
 
 def as_text(value):
     """A setting as names have it: alike for 0.2, and '0.20' in a csv; '' if it is unknown or None."""
-    if value is None or value == '' or value != value:  # nan
-        return ''
+    text = '' if value is None or value != value else str(value)  # nan
     try:
-        return f'{float(value):.12g}'
+        return f'{float(text):.12g}'
     except ValueError:
-        return str(value)
+        return text
 
 
 def own_settings(run):
     """A run, a dict -> {flag: its value as text}, of the flags that have not the default of such a run."""
-    defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'cap': None, 'warmup': run['steps'] // 20}
-    if run['method'] in METHODS:
-        defaults['cap'] = gpt_config({'method': run['method']}).cap
+    defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'warmup': run['steps'] // 20}
+    defaults['cap'] = gpt_config({'method': run['method']}).cap if run['method'] in METHODS else None
     values = {flag: as_text(run.get(flag)) for flag in IN_NAMES}
     return {flag: value for flag, value in values.items() if value not in ('', as_text(defaults[flag]))}
 
@@ -225,10 +211,11 @@ def name_runs(runs):
             part = 'rounding' if flag in ROUNDING else 'setting'
             runs[part] += [f', {flag} {value}' if value != usual else '' for value in values]
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
-    lam = [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
-           for method, lam in zip(runs.method, runs.lam, strict=True)]
-    method = [report.NAMES.get(method, method) for method in runs.method]
-    return runs.assign(variant=method + pd.Series(lam, index=runs.index) + runs.setting + runs.rounding)
+    runs['variant'] = runs.method.map(report.NAMES).fillna(runs.method)
+    runs['variant'] += [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
+                        for method, lam in zip(runs.method, runs.lam, strict=True)]
+    runs['variant'] += runs.setting + runs.rounding
+    return runs
 
 
 def check_runs(ok, runs, message):
@@ -245,10 +232,7 @@ def check_same(runs, name, by):
 
 
 def complete(runs):
-    """
-    Rows of settings and results -> the runs with all columns of RESULTS, named, in the paper's order. Ends
-    the program, with the name of a run, if a row cannot be right or cannot be compared with others.
-    """
+    """Rows of settings and results -> named runs, in the paper's order, with all of RESULTS, or a refusal."""
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
@@ -323,12 +307,12 @@ def read_runs(path):
 # -------- a sweep
 def read_folders(folders):
     """All runs in or right below `folders`, a row each; their curves; lines on what is missing or unknown."""
-    configs, deeper = ({path.parent for folder in folders for name in names for path in Path(folder).glob(name)}
-                       for names in (('config.json', '*/config.json'), ('*/*/config.json',)))
-    deeper = sorted(deeper - configs)
-    lines = [f'not read, two folders down: {len(deeper)} runs, such as {deeper[0]}'] if deeper else []
+    here, below, deeper = ({path.parent for folder in folders for path in Path(folder).glob(f'{stars}config.json')}
+                           for stars in ('', '*/', '*/*/'))
+    deeper -= here | below
+    lines = [f'not read, two folders down: {len(deeper)} runs, such as {min(deeper)}'] if deeper else []
     runs, curves, unknown = [], [], ['commit']
-    for folder in sorted(configs):
+    for folder in sorted(here | below):
         try:
             run, curve, names = read_run(folder)
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
@@ -347,11 +331,11 @@ def read_folders(folders):
 
 
 def collect(folders, out):
-    """Reads and measures runs, writes three csv files -> the finished; the others; all curves; lines."""
+    """Reads and measures runs, writes three csv files -> the finished; the others; their curves; lines."""
     everything, curves, lines = read_folders(folders)
     finished = everything.finished.astype(bool)
-    runs = everything.loc[finished, [name for name in everything if name in {*RESULTS, *FLAGS}]]
-    runs = complete(runs)  # refuses, before anything is measured
+    known = [name for name in everything if name in {*RESULTS, *FLAGS}]
+    runs = complete(everything.loc[finished, known])  # refuses, before anything is measured
     statistics, distributions = [], []
     for i, run in enumerate(runs.itertuples(), 1):
         print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
@@ -370,13 +354,12 @@ def collect(folders, out):
     statistics = pd.DataFrame(statistics, index=runs.index)
     runs[statistics.columns] = statistics
 
-    columns = dict.fromkeys([*RESULTS, *IN_NAMES, *own_statistics(runs)])
-    rows = runs[[name for name in columns if name in runs]]
+    columns = [*RESULTS, *(flag for flag in IN_NAMES if flag in runs), *own_statistics(runs)]
+    rows = runs[list(dict.fromkeys(columns))]
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    others = everything[~finished]
-    others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
+    others = everything[~finished].assign(variant=lambda x: [f'{Path(run).name}, not finished' for run in x.run])
     return runs, others, curves, lines
 
 
@@ -392,7 +375,7 @@ LRS_COLUMNS = ['size', 'weight_tying', 'variant', 'method', 'lam', 'setting', 'n
 
 
 def of_default_lam(runs):
-    """The runs that methods are compared by: of a method's default λ, or of every λ if none has the default."""
+    """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
     is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
     alike = [runs[name] for name in ('size', 'weight_tying', 'method', 'setting', 'rounding')]
     return runs[is_default | ~is_default.groupby(alike).transform('any')]
@@ -406,10 +389,10 @@ def of_several_lam(runs):
 
 def behind(runs):
     """
-    1 for a run whose variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest of
-    `runs` at its size, tying, learning rate, setting and rounding; else 0, or NaN if no other variant is
-    there. By this rule the authors mark what "diverged": `_div` in
-    results/Analyze_All_Models_Performance.ipynb at a1b753c of github.com/flxst/output-embedding-centering.
+    1 for a run whose variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest
+    at its size, tying, learning rate and setting; else 0, or NaN if no other variant is there. By this rule
+    the authors mark what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb at a1b753c of
+    github.com/flxst/output-embedding-centering.
     """
     marks = pd.Series(math.nan, index=runs.index)
     for _, rivals in runs.groupby([*PLACE, 'setting', 'rounding']):
@@ -422,16 +405,16 @@ def behind(runs):
 
 
 def capped_loss(runs):
-    """min(L, L0) of Eq. 21, (n,): test losses, or the loss at initialisation where that is lower or L is nan."""
+    """min(L, L0) of Eq. 21: test losses (n,), or the losses at initialisation where L is higher or nan."""
     return np.fmin(runs.test_loss, runs.init_loss)
 
 
 def learning_rate_sensitivity(runs):
     """
-    LRS (Eq. 21), in nats -> a row for each size, tying and variant, means over its seeds: `lrs` is the mean
-    over the learning rates of min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables.
-    NaN if a seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best.
-    And lines that name the seeds left out: with one learning rate, or others than the seed with the most.
+    LRS (Eq. 21), in nats, of each size, tying and variant, means over its seeds: `lrs` is the mean over the
+    learning rates of min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables. NaN if
+    a seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best. And
+    lines that name the seeds left out: of one learning rate, or of others than the seed with the most.
     """
     rows, lines = [], []
     runs = runs.assign(behind=behind(runs), loss=capped_loss(runs))
@@ -444,12 +427,12 @@ def learning_rate_sensitivity(runs):
                   f'{rates[seed]}' for seed in seeds if seed not in compared]
         if not compared:
             continue
-        n, sums = len(most.split()), []
+        sums, n, first = [], len(most.split()), part.iloc[0]
         for seed in compared:
             loss, start = seeds[seed].loss, seeds[seed].init_loss.min()
             dead = loss.min() >= start - MIN_LEARNED
             sums.append(math.nan if dead else (loss - loss.min()).sum(skipna=False))
-        first, n1 = part.iloc[0], np.array(sums) / (n - 1)
+        n1 = np.array(sums) / (n - 1)
         published = PUBLISHED.lrs.get((report.TYING[tying], size, variant), math.nan)
         rows.append({
             'size': size, 'weight_tying': tying, 'variant': variant, 'method': first.method, 'lam': first.lam,
@@ -481,7 +464,7 @@ def largest_mean_logit(runs):
     """A line on what BF16 costs the run that has the largest mean logit of those with BF16 logits, if any."""
     rounded = runs[(runs.logits_dtype != 'float32') & runs.logit_mean.notna() & ~(runs.cap > 0)]
     largest = rounded.loc[rounded.logit_mean.abs().sort_values().index[-1:]]  # one row, or none
-    return [f'Largest mean logit of BF16 logits: {run.variant} at η = {run.lr:g}, {train.verdict(run.logit_mean)}.'
+    return [f'Of BF16 logits {run.variant} at η = {run.lr:g} has the largest {train.verdict(run.logit_mean)}.'
             for run in largest.itertuples()]
 
 
