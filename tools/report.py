@@ -423,8 +423,8 @@ def describe(runs):
                         method=runs.method.map(NAMES).fillna(runs.method))
     facts = []
     for column in named.columns.intersection(DESCRIBED, sort=False):
-        values = [x if isinstance(x, str) else f'{x:.12g}' for x in named[column].dropna().unique()]
-        if any(value not in ('', '0') for value in values):  # a seed of 0 alone is an unknown one
+        values = [x if isinstance(x, str) else f'{x:.12g}' for x in named[column].dropna().unique() if x != '']
+        if any(value != '0' for value in values):  # a seed of 0 alone is an unknown one
             facts.append(f'{column}: {", ".join(values)}')
     lines = [f'{len(runs)} run{"s" * (len(runs) > 1)}. {"; ".join(facts)}.']
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
@@ -438,7 +438,7 @@ def describe(runs):
     seeds = of_variant.seed.nunique()
     few = dict.fromkeys(name for *_, name in seeds.index[seeds < 3])
     if few:
-        which = '' if (seeds < 3).all() else f' ({", ".join(few)})'
+        which = '' if (seeds < 3).all() else f' ({"; ".join([*few][:6])}{"; ..." * (len(few) > 6)})'
         lines.append(f'With fewer than three seeds{which}, a difference between methods may be chance.')
     return lines
 
