@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
+from matplotlib.markers import MarkerStyle
 
 import analyze
 import train
@@ -329,3 +331,151 @@ def test_a_sweep_by_hand(turn, tmp_path, monkeypatch):
         text = '' if len(gaps) < 2 else (f'{sum(gaps) / len(gaps):+.3f} [{min(gaps):+.3f}, {max(gaps):+.3f}]')
         assert line.get(where[3], '-').replace('-0.000', '+0.000') == (text.replace('-0.000', '+0.000') or '-')
     assert n_cells > 10
+
+
+# -------- what is drawn, read back from the figures
+PAPERS = {'baseline': '#ff2c00', 'z-loss': '#0c5da5', 'soft-capping': '#9e9e9e', 'μ-loss': '#ff9500',
+          'μ-centering': '#00b945'}
+MARKERS = {'16M': ('s', (0, (1, 4))), '57M': ('o', '--'), '221M': ('X', '-')}
+LOG = pd.DataFrame({'step': 3 * np.arange(0, 41)}).assign(
+    **{name: lambda x, i=i: 2 + np.sin(x.step + i) for i, name in enumerate(
+        ['loss', 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax'])})
+
+
+@pytest.fixture
+def figures_of(monkeypatch):
+    """figures_of(main, arguments) -> the figures that it saves, by name. Their margins are white."""
+    def call(main, *arguments):
+        figures, save_figure = {}, plt.Figure.savefig
+
+        def savefig(figure, path, **more):
+            save_figure(figure, path, **more)
+            figures[path.stem] = figure
+            picture = plt.imread(path)  # (height, width, 4)
+            for edge in (picture[0], picture[-1], picture[:, 0], picture[:, -1]):
+                assert (edge == 1).all(), f'{path.stem} is cut off'
+        with monkeypatch.context() as patch, plt.rc_context({'figure.dpi': 40}):  # which is faster
+            patch.setattr(plt.Figure, 'savefig', savefig)
+            main(*arguments)
+        return figures
+    return call
+
+
+def means(rows, y):
+    """{(size, variant): {lr: (mean, lowest, highest, whether one is behind)}} of these runs."""
+    found = {}
+    for x in rows:
+        if not math.isnan(x[y]):
+            found.setdefault((x['size'], x['variant']), {}).setdefault(x['lr'], []).append((x[y], x['mark']))
+    return {key: {lr: (np.mean([v for v, _ in found[key][lr]]), min(found[key][lr])[0], max(found[key][lr])[0],
+                       any(m == 1 for _, m in found[key][lr])) for lr in sorted(found[key])} for key in found}
+
+
+def assert_drawn(ax, rows, y, colors, one_look=False):
+    """Each line, point and bar on an axis is that of a size and variant, and none is missing."""
+    expected = means(rows, y)
+    lines = [line for line in ax.lines if len({*line.get_ydata()}) > 1 or line.get_linestyle() != ':']
+    points = [c for c in ax.collections if not isinstance(c, LineCollection)]
+    bars = [c for c in ax.collections if isinstance(c, LineCollection)]
+    assert len(lines) == len(points) == len(bars) == len(expected)
+    for line, point, bar in zip(lines, points, bars, strict=True):
+        color = to_hex(line.get_color())
+        (key,) = [k for k in expected if colors[k[1]] == color and [*expected[k]] == [*line.get_xdata()]
+                  and np.allclose([x[0] for x in expected[k].values()], line.get_ydata())]
+        of_key = [*expected.pop(key).values()]
+        marker, dash = ('o', '-') if one_look else MARKERS[key[0]]
+        twin = Line2D([], [], linestyle=dash, linewidth=line.get_linewidth())
+        assert line._unscaled_dash_pattern == twin._unscaled_dash_pattern
+        style = MarkerStyle(marker)
+        assert np.array_equal(point.get_paths()[0].vertices, style.get_path().transformed(style.get_transform()).vertices)
+        faces = [to_hex(face) for face in np.resize(point.get_facecolors(), (len(of_key), 4))]
+        assert faces == [color if x[3] else '#ffffff' for x in of_key]
+        assert np.allclose([part[:, 1] for part in bar.get_segments()], [x[1:3] for x in of_key])
+    assert not expected
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('turn', range(2))
+def test_figures(turn, tmp_path, figures_of, monkeypatch):
+    """Every line of every figure of a made-up sweep: its color, dash, marker, label and numbers."""
+    seed = int.from_bytes(os.urandom(4))
+    print(f'seed {seed}')
+    rng = np.random.RandomState(seed)
+    fork(monkeypatch)
+    rows = [x for x in made_up(rng) if x['seed'] < 3 and x['lr'] != 0.03]
+    for row in rows:
+        row['parts'] = parts_of_name(row, rows)
+        row['variant'] = ''.join(row['parts'])
+    usual = {(x['size'], x['weight_tying'], x['method'], *x['parts'][2:]) for x in rows if not x['parts'][1]}
+    default = [x for x in rows if not x['parts'][1]
+               or (x['size'], x['weight_tying'], x['method'], *x['parts'][2:]) not in usual]
+    marked = marks(default)
+    for row in default:
+        row |= {'mark': marked[row['run']], 'capped': min(x for x in (row['test_loss'], 10.8) if x == x)}
+    keep = ['run', 'test_loss', *USUAL, *QUANTITIES, 'method', 'size', 'weight_tying', 'lr', 'seed', 'steps', 'lam',
+            'init_loss', 'n_params']
+    csv = written(tmp_path / 'results.csv', [{**{k: x[k] for k in keep}, 'test_loss': str(x['test_loss'])} for x in rows])
+    logged = [x for x in rows if rng.rand() < 0.5 and x['lr'] == 0.1]
+    factor = {x['run']: 1 + rng.rand() for x in logged}
+    written(tmp_path / 'curves.csv', pd.concat(
+        LOG.set_index('step').mul(factor[x['run']]).reset_index().assign(run=x['run']) for x in logged))
+    (tmp_path / 'out/figures').mkdir(parents=True)
+    for stale in ('loss_of_others', 'training_of_others', 'of_an_appendix'):
+        (tmp_path / f'out/figures/{stale}.png').touch()
+    figures = figures_of(analyze.main, [f'--results={csv}', f'--out={tmp_path}/out'])
+    assert {path.stem for path in tmp_path.glob('out/figures/*')} == {*figures, 'of_an_appendix'}
+    page = (tmp_path / 'out/report.html').read_text()
+    assert page.count('src="data:') == len(figures) and not re.findall(r'(?:src|href)="(?!data:|#)', page)
+
+    colors = {}  # of each variant, in all legends
+    for figure in figures.values():
+        for legend in figure.legends:
+            for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True):
+                color = to_hex(line.get_color())
+                assert colors.setdefault(text.get_text(), color) == color
+                if text.get_text() in SIZES:
+                    assert line.get_marker() == MARKERS[text.get_text()][0]
+    assert all(colors[name] == color for name, color in PAPERS.items() if name in colors)
+    for text, face in (('over 1% above the best method', 'black'), ('within 1% of it', 'white')):
+        for legend in figures['loss_untied'].legends:
+            faces = [line.get_markerfacecolor() for t, line in zip(legend.get_texts(), legend.get_lines(), strict=True)
+                     if t.get_text() == text]
+            assert faces in ([face], [])
+    variants = {x['variant'] for x in rows}
+    own = [color for name, color in colors.items() if name in variants]
+    assert len({*own}) == len(own)
+
+    for tied, word in report.TYING.items():
+        part = [x for x in default if x['weight_tying'] == tied]
+        finite = [x for x in part if x['test_loss'] == x['test_loss']]
+        assert_drawn(figures[f'loss_{word}'].axes[0], part, 'capped', colors)
+        for ax in figures[f'loss_{word}'].axes[1:]:
+            assert_drawn(ax, [x for x in part if x['size'] == ax.get_title() and x['lr'] > 0.05], 'capped', colors)
+        panels = {ax.get_ylabel(): ax for name in ('statistics', 'fact_3') for ax in figures[f'{name}_{word}'].axes}
+        for name in QUANTITIES:
+            of = finite if QUANTITIES.index(name) < 4 else [x for x in finite if x['method'] == 'baseline']
+            assert_drawn(panels[report.LABELS[name]], of, name, colors)
+        first = min((x['size'] for x in part), key=SIZES.index)
+        three = [x for x in part if x['size'] == first and x['variant'] in ('baseline', 'μ-loss', 'μ-centering')]
+        left, right = figures[f'summary_{word}'].axes
+        assert_drawn(left, three, 'capped', colors, one_look=True)
+        assert_drawn(right, three, 'logit_mean', colors, one_look=True)
+
+    places = {(x['size'], x['weight_tying']) for x in logged}
+    assert {name for name in figures if name.startswith('training')} == {
+        f'training_{size}_{report.TYING[tied]}_lr0.1' for size, tied in places}
+    for size, tied in places:
+        here = [x for x in logged if (x['size'], x['weight_tying']) == (size, tied)]
+        rounded = any(x['parts'][:3] == y['parts'][:3] and x['seed'] == y['seed'] and x['parts'] != y['parts']
+                      for x in here for y in here)
+        name = f'{size}_{report.TYING[tied]}_lr0.1'
+        assert rounded == (f'rounding_{name}' in figures)
+        for figure, n in ((figures[f'training_{name}'], 6), (figures.get(f'rounding_{name}'), 2)):
+            for ax in figure.axes if figure else ():
+                (y,) = [y for y in LOG if report.LABELS.get(y) == ax.get_title()]
+                assert len(figure.axes) == n and len(ax.lines) == len(here)
+                for line, x in zip(ax.lines, sorted(here, key=lambda x: factor[x['run']]), strict=False):
+                    assert line.get_xdata().tolist() == LOG.step[1:].tolist()
+                for x in here:
+                    assert any(line.get_label() == x['variant'] and to_hex(line.get_color()) == colors[x['variant']]
+                               and np.allclose(line.get_ydata(), LOG[y][1:] * factor[x['run']]) for line in ax.lines)
