@@ -24,8 +24,9 @@ COLORS = {  # the first six are the paper's; other variants get the next of OTHE
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#393B79', 'max_z_loss': '#17BECF',
     'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22', 'centered_head': '#4B0082'}
-OTHERS = ['black', '#637939', '#7B4173', '#8C6D31', '#FF69B4', '#00CED1', '#843C39', '#6B6ECF',
-          *(to_hex(color) for i in range(4) for color in plt.get_cmap('tab20b').colors[i::4])]
+OTHERS = ['#000000', '#637939', '#7b4173', '#8c6d31', '#ff69b4', '#00ced1', '#843c39', '#6b6ecf',
+          *(to_hex(color) for name in ('tab20c', 'tab20b') for i in range(4) for color in plt.get_cmap(name).colors[i::4])]
+OTHERS = [color for color in dict.fromkeys(OTHERS) if color.upper() not in COLORS.values()]  # some 40
 CURES = ['mu_loss', 'mu_centering', 'centered_head']
 
 # -------- tables: dicts of title, message, rows and caption
