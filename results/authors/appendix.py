@@ -26,6 +26,11 @@ SAME_SPEED = 1.1  # times of one method that differ by more: the machine was pro
 QUANTITIES = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
 
 
+def named(rows):
+    """Names without λ."""
+    return rows.method.map(report.NAMES).fillna(rows.method) + rows.setting
+
+
 def draw_lrs(ax, lrs):
     """LRS against size, which takes the place of the learning rate, a line for each variant."""
     report.draw_lines(ax, lrs.assign(lr=lrs.n_params, size=''), 'lrs_n1')
@@ -41,7 +46,6 @@ def lrs_of_sizes(lrs):
     LRS against size. How far the test losses at the n learning rates lie above the lowest of them, summed /
     (n - 1). (Figures 3 and 10)
     """
-    lrs = lrs[lrs.at_default_lam]
     if lrs.n_params.nunique() < 2:
         return None
     figure, ax = plt.subplots(figsize=(7.5, 4))
@@ -56,17 +60,16 @@ def sensitivity(runs, lrs):
     size. (Figure 8)
     """
     colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.dropna().unique()))}
-    runs, lrs = (rows[rows.of_several_lam].assign(
-        variant=lambda x: x.lam.map('λ={:g}'.format), color=lambda x: x.lam.map(colors),
-        behind=lambda x: x.behind_lam) for rows in (runs, lrs))
-    names = lrs.plain_name.unique()
+    runs, lrs = (rows.assign(name=named(rows), variant=rows.lam.map('λ={:g}'.format), color=rows.lam.map(colors))
+                 for rows in (runs, lrs))
+    names = lrs.name.unique()
     if len(names) == 0:
         return None
     figure, axes = plt.subplots(2, len(names), figsize=(4.4 * len(names), 7), squeeze=False, sharey='row')
     for (top, bottom), name in zip(axes.T, names, strict=True):
-        report.draw_lines(top, runs[runs.plain_name == name], 'capped_loss')
+        report.draw_lines(top, runs[runs.name == name], 'capped_loss')
         top.set_title(name)
-        draw_lrs(bottom, lrs[lrs.plain_name == name])
+        draw_lrs(bottom, lrs[lrs.name == name])
     report.legend(figure, runs)
     return figure
 
@@ -76,7 +79,7 @@ def distributions(rows):
     Distributions in the baseline, of one seed. Boxes: quartiles and extrema over the vocabulary or the
     positions. Right axis: the share below 1, or for cos(μ, h) above 0. (Figures 11 and 12)
     """
-    rows = rows[rows.plain_name == 'baseline'].dropna(subset=['median', 'test_loss'])
+    rows = rows[rows.variant == 'baseline'].dropna(subset=['median', 'test_loss'])
     if rows.empty:
         return None
     rows = rows[rows.seed == rows.seed.min()]
@@ -101,20 +104,20 @@ def distributions(rows):
 def overhead_table(runs, tying):
     """Table 6. None if no method can be compared with the baseline."""
     timed = runs[(runs.train_seconds > 0) & runs.test_loss.notna()]
-    timed = timed.assign(steps=timed.steps.map('{:,.0f}'.format))
+    timed = timed.assign(steps=timed.steps.map('{:,.0f}'.format), name=named(timed))
     where = ['size', 'device', 'steps']
-    seconds = timed.groupby([*where, 'plain_name'], sort=False).train_seconds
+    seconds = timed.groupby([*where, 'name'], sort=False).train_seconds
     times = seconds.agg(['mean', 'min', 'max', 'count']).reset_index()
     times = times[(times['count'] > 1) & (times['max'] < SAME_SPEED * times['min'])]
-    is_baseline = times.plain_name == 'baseline'
+    is_baseline = times.name == 'baseline'
     rows = times[~is_baseline].merge(times[is_baseline], on=where, suffixes=('', '_of_baseline'))
     if rows.empty:
         return None
     rows['cell'] = (rows['mean'] / rows.mean_of_baseline - 1).map('{:.1%}'.format)
     paper = PAPER.percent.map(' <sub>{:.1f}%</sub>'.format)
-    names = zip(rows['size'], rows.plain_name, strict=True)
+    names = zip(rows['size'], rows.name, strict=True)
     rows['cell'] += [paper.get((tying, *name), '') for name in names]
-    table = report.grid(rows.set_index([*where, 'plain_name']).cell)
+    table = report.grid(rows.set_index([*where, 'name']).cell, *where)
     return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
         "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
         f'and steps. Left out: runs that stopped, methods of one run or with times {SAME_SPEED - 1:.0%} '
@@ -127,18 +130,22 @@ def main(folder=HERE):
     csv = folder / 'results.csv'
     if folder == HERE:
         analyze.main([f'--results={csv}', f'--out={folder}'])
-    all_runs = analyze.read_runs(csv)
-    all_runs = report.with_colors(all_runs, all_runs.variant)
-    all_lrs = report.with_colors(analyze.learning_rate_sensitivity(all_runs)[0], all_runs.variant)
-    all_lrs = all_lrs[all_lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
+    all_runs, _ = analyze.read_runs(csv)
+    all_runs = report.with_colors(all_runs, all_runs.variant).assign(capped_loss=analyze.capped_loss)
+    compared = []  # runs and LRS, of the default λ and of several
+    for part in (analyze.of_default_lam(all_runs), analyze.of_several_lam(all_runs)):
+        lrs, _ = analyze.learning_rate_sensitivity(part)
+        lrs = report.with_colors(lrs, all_runs.variant)[lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
+        compared += [part.assign(behind=analyze.behind(part), setting=part.setting + part.rounding), lrs]
     csv = folder / 'distributions.csv'
     values = pd.read_csv(csv, dtype={'run': str}) if csv.exists() else pd.DataFrame(columns=['run', 'median'])
     tables, texts = [], []
     for tying, word in report.TYING.items():
-        runs, lrs = (rows[rows.weight_tying == tying] for rows in (all_runs, all_lrs))
+        of_tying = [rows[rows.weight_tying == tying] for rows in (all_runs, *compared)]
+        runs, methods, lrs, several, lrs_of_several = of_tying
         tables += filter(None, [overhead_table(runs, word)])
-        for function, *data in ((lrs_of_sizes, lrs), (sensitivity, runs, lrs),
-                                (distributions, runs.merge(values, on='run'))):
+        for function, *data in ((lrs_of_sizes, lrs), (sensitivity, several, lrs_of_several),
+                                (distributions, methods.merge(values, on='run'))):
             figure = function(*data)
             if figure:
                 name = f'figures/{function.__name__}_{word}.png'
