@@ -107,14 +107,16 @@ def measure_model(gpt, windows):
 # -------- a run's folder
 @functools.cache  # the runs of a sweep have the same data
 def val_windows(folder, block_size, vocab_size, data_fingerprint):
-    """The val windows of the data that a run was trained on. Refuses a folder that has others."""
-    data = [train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val')]
-    check(train.fingerprint(data) == data_fingerprint, f'{folder} does not hold the shards of the training')
-    return data[1]
+    """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
+    if os.path.isdir(folder):
+        data = [train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val')]
+        if train.fingerprint(data) == data_fingerprint:
+            return data[1]
+    raise ValueError(f'{folder} does not hold the shards of the training')
 
 
 def measure_run(folder):
-    """measure_model of a finished run, kept in its folder until model.pt changes. Refuses other data or weights."""
+    """measure_model of a finished run, kept in its folder until model.pt changes. Raises for other data or weights."""
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
@@ -123,8 +125,10 @@ def measure_run(folder):
 
     saved = train.read_checkpoint(str(path))
     config = saved['config']
-    check(config['run_id'] == settings['run_id'], 'model.pt is of another run: config.json has another run_id')
-    windows = val_windows(settings['data'], *map(config.get, ('block_size', 'vocab_size', 'data_fingerprint')))
+    if config['run_id'] != settings['run_id']:
+        raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
+    windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
+                          config['data_fingerprint'])
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
@@ -489,9 +493,10 @@ def main(argv=None):
     runs['behind'] = behind(compared)  # NaN for the rest
     methods, left_out = learning_rate_sensitivity(compared)
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
-    if runs.lr.nunique() >= report.MIN_RATES:
+    lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
+    if lrs.n_lrs.max() >= report.MIN_RATES:
         lines += dict.fromkeys(left_out + also_left_out)
-    write_csv(out / 'lrs.csv', pd.concat([methods.assign(table='methods'), several.assign(table='λ')]))
+    write_csv(out / 'lrs.csv', lrs.drop(columns='setting'))  # which `variant` has
 
     tables = report.make_tables(runs, methods, several, own)
     figures = report.draw_figures(runs.loc[compared.index].assign(capped_loss=capped_loss),

@@ -118,9 +118,10 @@ def said_of_rounding(runs):
             ends.append(f'{run.test_loss:.2f} with {run.logits} logits{vector}{mean}')
         name = NAMES.get(worst.method, worst.method) + worst.setting
         said = f'By rounding alone, {name} at η = {worst.lr:g} ends at a test loss of {", ".join(ends)}.'
-        beside = ['size', 'weight_tying', 'lr', 'seed', 'mu_shift', 'logits']
+        beside = ['size', 'weight_tying', 'lr', 'seed', 'setting', 'mu_shift', 'logits']
         cures = runs[(runs[beside] == worst[beside]).all(axis=1) & runs.method.isin(CURES)]
-        cures = [f'{run.variant} {run.test_loss:.2f}' for run in cures.itertuples() if run.test_loss < loss.max()]
+        cures = [f'{run.variant.removesuffix(run.rounding)} {run.test_loss:.2f}' for run in cures.itertuples()
+                 if run.test_loss < loss.max()]
         said += f' With {" or ".join(cures)}, in {worst.logits} too.' if cures else ''
     return said
 
