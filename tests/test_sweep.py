@@ -1,216 +1,243 @@
-"""sweep.sh: its grids, what it skips, who gets which GPU, sweeps that are killed or have a run that fails."""
+"""sweep.sh: the commands of its grids. The runner: what runs, on which GPUs, after failures and kills."""
+import io
 import os
+import random
 import shlex
-import shutil
 import signal
 import subprocess
+import sys
 import time
-from itertools import product
+from itertools import count, product
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import train
-from conftest import ENV, ROOT, refused
+from conftest import ENV, ROOT, finish, process, refused
+from tools import runner
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
-
-# Stands in for train.py, which takes seconds to start. It notes its start and is done. A run with HOLD in its
-# name waits for the file `go`, the run BROKEN fails.
-PYTHON = r"""#!/usr/bin/env bash
-echo "$@" >>python
-case $1 in
-  train.py) ;;
-  analyze.py) exit $ANALYSIS ;;
-  -) cat >check.py; printf '%s\0' "$@" >check.args; exit ;;
-  *) exit $TORCH ;;
-esac
-out=${!#} && out=${out#--out=} && name=${out##*/}
-echo "${CUDA_VISIBLE_DEVICES-}" >>started
-while [[ $name == *${HOLD-no run}* && ! -e go ]]; do sleep 0.01; done
-[ "$name" != "$BROKEN" ] || { echo error: no luck; exit 1; }
-mkdir -p "$out" && touch "$out/result.json"
-"""
+VARIABLES = 'METHODS SIZES LRS TYING LAMS SEEDS STEPS NPROC JOBS OUT DATA FLAGS DRY_RUN'.split()
+CLEAN = {name: value for name, value in ENV.items() if name not in VARIABLES}
 
 
-class Sweep:
-    """A folder in which sweep.sh, called by a link, makes ten runs of the stand-in, two at a time."""
-    def __init__(self, folder):
-        self.folder, self.out = folder, folder / 'my $(touch pwned) runs'
-        files = {'bin/python': PYTHON, 'bin/torchrun': 'python "${@:3}"', 'bin/nvidia-smi': 'echo "$GPUS"',
-                 'train.py': '', 'started': '', 'a_train_1.bin': '', 'data/stdlib/a_train_1.bin': ''}
-        for name, text in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        shutil.copy(f'{ROOT}/sweep.sh', folder)
-        (folder / 'bin/link').symlink_to('../sweep.sh')
-        self.env = {**ENV, 'PATH': f'{folder}/bin:{ENV["PATH"]}', 'GPUS': 'NVIDIA-SMI has failed, again',
-                    'OUT': str(self.out), 'DATA': str(folder), 'JOBS': '2',
-                    'METHODS': 'z_loss mu_loss', 'LRS': '1e-4 3e-4 1e-3 3e-2 0.1'}
-        self.env.pop('CUDA_VISIBLE_DEVICES', None)
-
-    def start(self, grid='demo', script='link', cwd='bin', **env):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell cannot undo that it is ignored
-        return subprocess.Popen(  # in a process group of its own, as a terminal's job has
-            ['bash', script, grid], cwd=self.folder / cwd, env={**self.env, **env}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-
-    def run(self, status=0, **given):
-        sweep = self.start(**given)
-        printed = sweep.communicate(timeout=60)
-        assert sweep.returncode == status, printed
-        return printed
-
-    def held(self, started, done, **given):
-        """Starts a sweep and returns it when so many of its runs have started and are done."""
-        sweep = self.start(**given)
-        deadline = time.monotonic() + 60
-        while (len(self.gpus()), self.done()) != (started, done):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        return sweep
-
-    def gpus(self):  # of each run that has started
-        return (self.folder / 'started').read_text().splitlines()
-
-    def done(self):
-        return len(list(self.out.glob('*/sweep.done')))
-
-    def plan(self, grid, **env):
-        """The settings of a grid's runs, as train.py reads them from the commands of DRY_RUN=1."""
-        lists = dict.fromkeys(('METHODS', 'LRS', 'OUT', 'DATA', 'JOBS'), '')
-        given = {**lists, 'DRY_RUN': '1', **env}
-        lines = self.run(grid=grid, script='sweep.sh', cwd='.', **given)[0].splitlines()
-        return [train.parser.parse_args(shlex.split(line)[2:]) for line in lines]
+# -------- sweep.sh
+def sweep(*grid, status=0, **env):
+    """What sweep.sh prints if its runs have a GPU each, or the line with which it refuses."""
+    done = subprocess.run(['bash', 'sweep.sh', *grid], cwd=ROOT, env={**CLEAN, 'NPROC': '1', **env}, text=True,
+                          capture_output=True)
+    assert done.returncode == status, done
+    return done.stderr if status else done.stdout
 
 
-@pytest.fixture
-def fake(tmp_path):
-    yield Sweep(tmp_path)
-    (tmp_path / 'go').touch()  # nothing waits on after a test that failed
+def plan(grid, **env):
+    """The settings of a grid's runs, as train.py reads them from the commands."""
+    lines = [shlex.split(line) for line in sweep(grid, DRY_RUN='1', **env).splitlines()]
+    assert all(line[:2] == ['python', 'train.py'] for line in lines)
+    return [train.parser.parse_args(line[2:]) for line in lines]
 
 
 @pytest.mark.parametrize('grid, methods, lams, tyings', [
     ('paper', PAPER, [None], [0, 1]), ('ablation', ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100], [0])])
-def test_grids_of_the_paper(fake, grid, methods, lams, tyings):
-    runs = fake.plan(grid)
+def test_grids_of_the_paper(grid, methods, lams, tyings):
+    runs = plan(grid)
     planned = {(run.method, run.lr, run.size, run.weight_tying, run.lam) for run in runs}
     lrs, sizes = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), '16M 29M 57M 109M 221M'.split()
     assert planned == set(product(methods, lrs, sizes, tyings, lams)) and len(planned) == len(runs)
     assert {(run.steps, run.seed, run.data) for run in runs} == {(100_000, 1, 'data/fineweb')}
+    assert len({run.out for run in runs}) == len(runs)
     assert all(run.out.startswith(f'out/paper/{run.size}-') for run in runs)
 
 
-def test_demo(fake):  # has the same dtypes on every CPU
-    runs = fake.plan('demo')
-    assert {(run.device, run.threads, run.dtype) for run in runs} == {('cpu', 1, 'float32')}
-    planned = {(run.method, run.lr, run.mu_shift, run.logits_dtype) for run in runs}
-    shifted = product(('baseline', 'mu_centering'), [0.01], [1000], ('bfloat16', 'float32'))
-    assert planned == {*product(PAPER, [0.01, 0.3], [0], ['bfloat16']), *shifted} and len(runs) == 16
-    planned = fake.run(DATA='', LRS='0.1', DRY_RUN='1')[0].splitlines()
-    fake.run(7, DATA='', LRS='0.1', ANALYSIS='7')
-    _, *started = (line for line in (fake.folder / 'python').read_text().splitlines() if line[:2] != '- ')
-    prepare = 'prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib'
-    trained = [' '.join(shlex.split(line)[1:]) for line in planned]
-    assert [started[0], *sorted(started[1:])] == [prepare, f'analyze.py {fake.out}', *sorted(trained)]
+def test_demo():  # has the same dtypes on every CPU
+    runs = plan('demo')
+    assert {(run.device, run.threads, run.dtype, run.lr) for run in runs} == {('cpu', 1, 'float32', 0.01)}
+    assert {(run.size, run.steps, run.batch_size, run.mu_shift) for run in runs} == {('tiny', 300, 4, 331)}
+    assert sorted((run.method, run.logits_dtype, run.block_size) for run in runs) == [
+        ('baseline', 'bfloat16', 104), ('baseline', 'bfloat16', 128), ('baseline', 'float32', 128),
+        ('centered_head', 'bfloat16', 128), ('mu_centering', 'bfloat16', 128)]
+    assert [run.method for run in plan('demo', METHODS='z_loss')] == ['z_loss']
 
 
-def test_drift(fake):
-    assert 'METHODS' in fake.run(grid='--help')[0]
-    runs = fake.plan('drift')
+def test_drift():
+    runs = plan('drift')
     heads = {(run.method, run.logits_dtype) for run in runs}
     assert heads == {*product(('baseline', 'mu_centering'), ('bfloat16', 'float32')), ('mu_loss', 'bfloat16')}
     assert sorted(run.seed for run in runs) == 5 * [1] + 5 * [2] + 5 * [3]
     assert {(run.lr, run.steps, run.batch_size, run.block_size) for run in runs} == {(0.3, 12500, 8, 512)}
-    assert {(run.eval_tokens, run.test_tokens) for run in runs} == {(2**20, 10 * 2**20)}
-    for grid in ('drift', 'demo'):  # the user's flags win
-        assert {run.batch_size for run in fake.plan(grid, FLAGS='--batch_size=16')} == {16}
+    assert {run.batch_size for run in plan('drift', FLAGS='--batch_size=16')} == {16}  # the user's flags win
     assert 'out/drift_16M/16M-untied-baseline-lr0.3-s2-fp32head' in {run.out for run in runs}
-    assert 'none' in fake.run(2, grid='paper', DATA='none')[1]  # no shards, no run
 
 
-def test_variables(fake):
-    run, = fake.plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5',
-                     SEEDS='7', STEPS='40', DATA='d &', OUT='o x', FLAGS='--beta2=0.99  --log_every=8')
+def test_variables():
+    run, = plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5', SEEDS='7',
+                STEPS='40', DATA='d &', OUT="o $(x)'", FLAGS='--beta2=0.99  --log_every=8\n')
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
     assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd &', 0.99, 8)
-    assert run.out == 'o x/29M-tied-z_loss-lam3e-05-lr0.05-s7'
-    printed = fake.run(DRY_RUN='1', DATA='d', OUT='o')[0]  # called in bin, to which they are relative
-    assert f'--data={fake.folder}/bin/d ' in printed and f'--out={fake.folder}/bin/o/tiny-' in printed
+    assert run.out == "o $(x)'/29M-tied-z_loss-lam3e-05-lr0.05-s7"
+    assert 'METHODS' in sweep('--help')
+    assert 'demo demo' in sweep('demo', 'demo', status=2)
+    assert 'METHODS' in sweep(METHOD='mu_loss', status=2) and 'False' in sweep(TYING='False', status=2)
 
 
-@pytest.mark.parametrize('env, given', [
-    ({}, ['0,1', '2,3']), ({'NPROC': '3'}, ['0,1,2', '3,4,5']),
-    ({'CUDA_VISIBLE_DEVICES': '5,4', 'JOBS': '3'}, list('455')),
-    ({'CUDA_VISIBLE_DEVICES': '9,8,7,6', 'JOBS': '1'}, ['9,8,7,6'])])
-def test_shared_gpus(fake, env, given):
-    gpus = '\n'.join(f'GPU {i}: NVIDIA H100 (UUID: a)' for i in range(6))
-    methods = ' '.join(PAPER[:len(given)])
-    fake.run(grid='paper', SIZES='16M', TYING='tied', LRS='1', METHODS=methods, GPUS=gpus, **env)
-    assert sorted(fake.gpus()) == given
+@pytest.mark.parametrize('gpus, env, n', [
+    (8, {}, 8), (6, {}, 4), (6, {'JOBS': '2'}, 2), (0, {}, 1), (8, {'NPROC': '3'}, 3), (8, {'JOBS': '9'}, 1),
+    (8, {'FLAGS': '--device=cpu'}, 1)])
+def test_what_sweep_starts(tmp_path, gpus, env, n):
+    """The runner, in its place, so that signals reach it; with as many GPUs a run as there are."""
+    python = tmp_path / 'python'
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec echo {gpus}\necho $$ "$@" >>calls; cat >>calls\n')
+    python.chmod(0o755)
+    env = {**CLEAN, 'PATH': f'{tmp_path}:{ENV["PATH"]}', 'SIZES': '16M', 'LRS': '0.1', 'METHODS': 'mu_loss',
+           'TYING': 'tied', 'DATA': 'data/stdlib', **env}
+    started = subprocess.Popen(['bash', f'{ROOT}/sweep.sh'], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL)
+    assert started.wait() == 0
+    prepared, run, line = (tmp_path / 'calls').read_text().splitlines()
+    assert prepared.endswith(' prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib')
+    assert run == f'{started.pid} -m tools.runner --jobs={env.get("JOBS", 1)}'
+    launch = 'python' if n == 1 else f'torchrun --standalone --nproc_per_node={n}'
+    assert line.startswith(f'{launch} train.py --data=data/stdlib --size=16M --method=mu_loss')
 
 
-@pytest.mark.parametrize('kill, name, done', [
-    (os.killpg, 'INT', 2), (os.kill, 'TERM', 2), (os.killpg, 'KILL', 2), (os.kill, 'KILL', 4)])
-def test_killed_sweep(fake, kill, name, done):
-    """Its two runs end too; not if it is killed alone by what it cannot catch."""
-    sweep = fake.held(4, 2, HOLD='lr0.0003')
-    kill(sweep.pid, getattr(signal, f'SIG{name}'))
-    sweep.wait(timeout=60)
-    (fake.folder / 'go').touch()
-    sweep.communicate(timeout=60)  # until all that hold its output have ended, the runs too
-    assert sweep.returncode != 0 and fake.done() == done and len(fake.gpus()) == 4
-    fake.run()
-    assert fake.done() == 10 and len(fake.gpus()) == 14 - done and not (fake.folder / 'pwned').exists()
+# -------- the runner
+# Stands in for train.py: waits for the file `go` if its run is named in `hold`, fails if it is named in `broken`.
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+def note(what): os.write(notes, f'{what} {out.name} {os.environ["CUDA_VISIBLE_DEVICES"]}\\n'.encode())
+out, notes = Path(sys.argv[-1].removeprefix('--out=')), os.open('notes', os.O_WRONLY | os.O_APPEND)
+note('start')
+while out.name in Path('hold').read_text() and not Path('go').exists(): time.sleep(0.01)
+broken = out.name in Path('broken').read_text()
+if not broken: out.mkdir(), (out / 'result.json').touch()
+note('end')
+sys.exit('error: no luck' if broken else print(*sys.argv))
+"""
 
 
-def test_skipped_runs(fake):
-    """What is done with the same settings, of which JOBS is none; for a copy, as sbatch starts one, too."""
-    settings = {'LRS': '0.1'}
-    for todo, name, value in ((2, 'JOBS', '2'), (0, 'JOBS', '1'), (2, 'STEPS', '7'), (2, 'FLAGS', '--eps=1'),
-                              (2, 'FLAGS', ''), (2, 'DATA', '../data/stdlib')):
-        settings[name] = value
-        assert fake.run(**settings)[0].startswith(f'{todo} of 2 runs')
-    (fake.out / 'tiny-untied-z_loss-lr0.1-s1/result.json').unlink()
-    copy = shutil.copy(fake.folder / 'sweep.sh', fake.folder / 'bin/copy')
-    settings['DATA'] = f'{fake.folder}/bin/../data/stdlib'
-    assert fake.run(script=copy, cwd='.', **settings)[0].startswith('1 of 2 runs')
+class Runs:
+    """A folder with a list of commands, in which the runner is called."""
+
+    def __init__(self, corpus, monkeypatch, capsys):
+        self.corpus, self.monkeypatch, self.capsys, self.lines = corpus, monkeypatch, capsys, []
+        for name, text in ('train.py', TRAIN), ('launch', 'shift; exec python "$@"'):
+            Path(name).write_text(text)
+        for name in 'notes', 'hold', 'broken':
+            Path(name).touch()
+        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'H100')
+        monkeypatch.setattr(train, 'find_start', lambda run: (Path(run.out, 'result.json').exists(), None))
+
+    def add(self, *flags, processes=1):
+        launch = 'python' if processes == 1 else f'sh launch --nproc_per_node={processes}'
+        i = len(self.lines)
+        self.lines.append(f'{launch} train.py --size=tiny --block_size=32 --batch_size=12 --data={self.corpus} '
+                          f'--seed={i} {shlex.join(flags)} --out="out/my runs/r{i}"')
+
+    def call(self, *argv, gpus=''):
+        """The runner with GPUs of such names -> its exit status, what it printed, what it analysed."""
+        analysed = []
+        self.monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
+        self.monkeypatch.setattr(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
+        self.monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpus != '')
+        self.monkeypatch.setattr(runner.analyze, 'main', analysed.extend)
+        self.monkeypatch.setattr('sys.stdin', io.StringIO('\n\n'.join(self.lines)))
+        with pytest.raises(SystemExit) as ended:
+            runner.main(argv)
+        return ended.value.code, self.capsys.readouterr().out.splitlines(), analysed
+
+    def notes(self, what=''):
+        """[what, name, GPUs] of each start and end, or of one of these."""
+        return [line.split(' ') for line in Path('notes').read_text().splitlines() if line.startswith(what)]
+
+    def after(self, n_notes, act):
+        """Calls `act` when there are so many notes."""
+        def wait():
+            while len(self.notes()) < n_notes:
+                time.sleep(0.01)
+            act()
+        Thread(target=wait, daemon=True).start()
 
 
-def test_failed_run(fake):
-    broken = 'tiny-untied-mu_loss-lr0.001-s1'
-    for left in (10, 1):  # the same command tries that one alone
-        out, error = fake.run(1, BROKEN=broken)
-        assert out.startswith(f'{left} of 10 runs') and f'{broken}: error: no' in out and fake.done() == 9
-        assert f'[{left}/{left}, about 0 min left]' in out and broken in error and error.count('tiny-') == 1
+@pytest.fixture
+def runs(corpus, tmp_path, monkeypatch, capsys):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.chdir(tmp_path)
+    yield Runs(corpus, monkeypatch, capsys)
+    Path('go').touch()  # nothing waits on after a test that failed
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.parametrize('wrong, named', [
-    ({'JOBS': '0'}, 'JOBS=0'), ({'NPROC': '7', 'grid': 'paper', 'CUDA_VISIBLE_DEVICES': '0'}, 'NPROC=7'),
-    ({'LRS': '1e-1 0.1'}, '-lr0.1-s1'), ({'grid': 'demo demo'}, 'demo demo'), ({}, 'torch'),
-    ({'METHOD': 'mu_loss'}, 'METHODS'), ({'TYING': 'False'}, 'TYING=False')])
-def test_wrong_settings(fake, wrong, named):
-    line = fake.run(2, TORCH='1', **wrong)[1].splitlines()[-1]
-    assert line.startswith('error: ') and named in line and not fake.out.exists()
+@pytest.mark.parametrize('seed', range(3))
+def test_any_list(runs, seed):
+    """Of runs on one GPU, several, or none, of which two fail and are tried again by the same command."""
+    rng = random.Random(seed)
+    names, jobs = rng.choice(['0,1,2,3', '7,2,5,4', 'GPU-a,GPU-b,GPU-c']), rng.choice([1, 2, 3])
+    gpus = names.split(',')
+    needs = {f'r{i}': rng.choice([0, 1, len(gpus) // jobs]) for i in range(7)}  # no two have to share a GPU
+    for n in needs.values():
+        runs.add(f'--device={"cuda" if n else "cpu"}', processes=n or 1)
+    broken = rng.sample([*needs], 2)
+    for fail, todo in (broken, [*needs]), ([], broken):
+        Path('broken').write_text(' '.join(fail))
+        Path('notes').write_text('')
+        status, printed, analysed = runs.call(f'--jobs={jobs}', gpus=names)
+        assert {*str(status).split()} & needs.keys() == {*fail} and bool(status) == bool(fail)
+        assert analysed == ['out/my runs'] and printed[0].startswith(f'{len(todo)} of 7 runs')
+        assert sum('error: no luck' in line for line in printed) == len(fail)
+        assert sorted(name for _, name, _ in runs.notes('start')) == sorted(todo)
+        at_work = {}
+        for what, name, given in runs.notes():
+            if what == 'start':
+                assert len(at_work) < jobs
+                at_work[name] = given.split(',') if given else []
+                taken = sum(at_work.values(), [])
+                assert len(at_work[name]) == needs[name] and len({*taken} & {*gpus}) == len(taken)
+            else:
+                del at_work[name]
+    log = Path('out/my runs/logs', f'{broken[0]}.log').read_text()  # of both times
+    assert log.startswith('error: no luck\ntrain.py --size=tiny')
 
 
-@pytest.mark.parametrize('wrong, named', [
-    ({}, ''), ({'METHODS': 'baseline mu-loss'}, "'mu-loss'"), ({'FLAGS': '--bta=1'}, '--bta=1'),
-    ({'SEEDS': '1 01'}, '-s01'), ({'LAMS': 'default 1e-4'}, '-lam0.0001-'),
-    ({'SEEDS': '1 2', 'FLAGS': '--seed=3'}, '-s2'), ({'STEPS': '7'}, 'its steps'),
-    ({'DATA': 'other'}, 'its data_fingerprint'), ({'DATA': 'other', 'STEPS': '7', 'OUT': 'new'}, '')])
-def test_what_is_refused_before_the_first_run(fake, wrong, named, corpus, monkeypatch):
-    """By a check that gets the flags of every run and the folder, which has a run; made in this process."""
-    other = shutil.copytree(corpus, fake.folder / 'bin/other')
-    (other / 'stdlib_train_000001.bin').unlink()
-    shards = [train.Windows(corpus, split, 1, 257).shards for split in ('train', 'val')]
-    args = train.resolve_args(train.parser.parse_args(
-        ['--size=tiny', '--lr=0.5', '--steps=300', f'--data={corpus}']))
-    (fake.out / 'old').mkdir(parents=True)
-    args.data_fingerprint = train.fingerprint(*shards)
-    train.save(vars(args), f'{fake.out}/old/config.json')
-    fake.run(**{'grid': 'paper', 'SIZES': 'tiny', 'TYING': 'untied', 'LRS': '1', 'STEPS': '300',
-                'DATA': corpus, **wrong})
-    monkeypatch.setattr('sys.argv', (fake.folder / 'check.args').read_text().split('\0')[:-1])
-    code = compile((fake.folder / 'check.py').read_text(), 'check', 'exec')
-    refused(lambda: exec(code, {}), named) if named else exec(code, {})
+def test_shared_gpu(runs):
+    for _ in range(3):
+        runs.add()
+    Path('hold').write_text('r0 r1 r2')
+    runs.after(3, Path('go').touch)
+    assert runs.call('--jobs=3', gpus='5,4')[0] == 0
+    assert sorted(given for _, _, given in runs.notes('start')) == ['4', '5', '5']
+
+
+def test_minutes_left(runs, monkeypatch):
+    clock = count(0, 600)  # ten minutes a run
+    monkeypatch.setattr(runner, 'time', SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
+    for _ in range(4):
+        runs.add()
+    progress = [line.split(' min left] ') for line in runs.call()[1][1:5]]
+    assert [left for left, _ in progress] == [f'[{n}/4, about {40 - 10 * n}' for n in (1, 2, 3, 4)]
+    assert progress[2][1].startswith('r2: train.py --size=tiny')  # the last line of its log
+
+
+@pytest.mark.parametrize('name', ['INT', 'TERM', 'HUP', 'HUP, ignored'])
+def test_signals(runs, name):
+    """Its two runs end, and nothing else in its process group; nohup's ignored signal changes nothing."""
+    number = getattr(signal, f'SIG{name[:4].strip(",")}')
+    if 'ignored' in name:
+        signal.signal(number, signal.SIG_IGN)
+    for _ in range(4):
+        runs.add()
+    Path('hold').write_text('r1 r2')
+    other = subprocess.Popen(['sleep', '100'])
+    runs.after(4, lambda: (os.kill(os.getpid(), number), 'ignored' in name and Path('go').touch()))
+    status, _, analysed = runs.call('--jobs=2')
+    assert other.poll() is None
+    other.kill()
+    if 'ignored' not in name:
+        assert 'the same command again' in status and not analysed and len(runs.notes()) == 4
+        Path('go').touch()
+        status, printed, analysed = runs.call('--jobs=2')
+        assert printed[0].startswith('3 of 4 runs') and len(runs.notes('start')) == 6
+    assert status == 0 and analysed and len(runs.notes('end')) == 4
