@@ -7,79 +7,71 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from itertools import count, product
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from conftest import ENV, ROOT, finish, process, refused
+from conftest import ENV, ROOT
 from tools import runner
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
+LRS, SIZES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), '16M 29M 57M 109M 221M'.split()
+FULL = {'steps': 100_000, 'seed': 1, 'data': 'data/fineweb', 'batch_size': 64}
 VARIABLES = 'METHODS SIZES LRS TYING LAMS SEEDS STEPS NPROC JOBS OUT DATA FLAGS DRY_RUN'.split()
 CLEAN = {name: value for name, value in ENV.items() if name not in VARIABLES}
 
 
 # -------- sweep.sh
 def sweep(*grid, status=0, **env):
-    """What sweep.sh prints if its runs have a GPU each, or the line with which it refuses."""
-    done = subprocess.run(['bash', 'sweep.sh', *grid], cwd=ROOT, env={**CLEAN, 'NPROC': '1', **env}, text=True,
-                          capture_output=True)
+    """What sweep.sh prints if a run has one GPU, or the line with which it refuses."""
+    env = {**CLEAN, 'NPROC': '1', 'DRY_RUN': '1', **env}
+    done = subprocess.run(['bash', 'sweep.sh', *grid], cwd=ROOT, env=env, text=True, capture_output=True)
     assert done.returncode == status, done
-    return done.stderr if status else done.stdout
+    return done.stderr or done.stdout
 
 
 def plan(grid, **env):
     """The settings of a grid's runs, as train.py reads them from the commands."""
-    lines = [shlex.split(line) for line in sweep(grid, DRY_RUN='1', **env).splitlines()]
+    lines = [shlex.split(line) for line in sweep(grid, **env).splitlines()]
     assert all(line[:2] == ['python', 'train.py'] for line in lines)
     return [train.parser.parse_args(line[2:]) for line in lines]
 
 
-@pytest.mark.parametrize('grid, methods, lams, tyings', [
-    ('paper', PAPER, [None], [0, 1]), ('ablation', ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100], [0])])
-def test_grids_of_the_paper(grid, methods, lams, tyings):
+FIVE = [*product(['baseline', 'mu_centering'], ['bfloat16', 'float32']), ('mu_loss', 'bfloat16')]
+
+
+@pytest.mark.parametrize('grid, names, expected, all_have', [
+    ('paper', 'lr size weight_tying method', product(LRS, SIZES, [False, True], PAPER), FULL),
+    ('ablation', 'lr size method lam', product(LRS, SIZES, ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100]),
+     {**FULL, 'weight_tying': False}),
+    ('drift', 'method logits_dtype seed', [(*run, seed) for run in FIVE for seed in (1, 2, 3)],
+     {'size': '16M', 'lr': 0.3, 'steps': 12500, 'batch_size': 8, 'block_size': 512}),
+    ('demo', 'method logits_dtype block_size', [
+        ('baseline', 'bfloat16', 128), ('baseline', 'bfloat16', 104), ('baseline', 'float32', 128),
+        ('mu_centering', 'bfloat16', 128), ('centered_head', 'bfloat16', 128)],
+     {'size': 'tiny', 'lr': 0.01, 'steps': 300, 'mu_shift': 331, 'device': 'cpu', 'dtype': 'float32'})])
+def test_grids(grid, names, expected, all_have):
     runs = plan(grid)
-    planned = {(run.method, run.lr, run.size, run.weight_tying, run.lam) for run in runs}
-    lrs, sizes = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), '16M 29M 57M 109M 221M'.split()
-    assert planned == set(product(methods, lrs, sizes, tyings, lams)) and len(planned) == len(runs)
-    assert {(run.steps, run.seed, run.data) for run in runs} == {(100_000, 1, 'data/fineweb')}
+    assert Counter(tuple(getattr(run, name) for name in names.split()) for run in runs) == Counter(expected)
+    assert all(vars(run).items() >= all_have.items() for run in runs)
     assert len({run.out for run in runs}) == len(runs)
-    assert all(run.out.startswith(f'out/paper/{run.size}-') for run in runs)
-
-
-def test_demo():  # has the same dtypes on every CPU
-    runs = plan('demo')
-    assert {(run.device, run.threads, run.dtype, run.lr) for run in runs} == {('cpu', 1, 'float32', 0.01)}
-    assert {(run.size, run.steps, run.batch_size, run.mu_shift) for run in runs} == {('tiny', 300, 4, 331)}
-    assert sorted((run.method, run.logits_dtype, run.block_size) for run in runs) == [
-        ('baseline', 'bfloat16', 104), ('baseline', 'bfloat16', 128), ('baseline', 'float32', 128),
-        ('centered_head', 'bfloat16', 128), ('mu_centering', 'bfloat16', 128)]
-    assert [run.method for run in plan('demo', METHODS='z_loss')] == ['z_loss']
-
-
-def test_drift():
-    runs = plan('drift')
-    heads = {(run.method, run.logits_dtype) for run in runs}
-    assert heads == {*product(('baseline', 'mu_centering'), ('bfloat16', 'float32')), ('mu_loss', 'bfloat16')}
-    assert sorted(run.seed for run in runs) == 5 * [1] + 5 * [2] + 5 * [3]
-    assert {(run.lr, run.steps, run.batch_size, run.block_size) for run in runs} == {(0.3, 12500, 8, 512)}
-    assert {run.batch_size for run in plan('drift', FLAGS='--batch_size=16')} == {16}  # the user's flags win
-    assert 'out/drift_16M/16M-untied-baseline-lr0.3-s2-fp32head' in {run.out for run in runs}
 
 
 def test_variables():
-    run, = plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5', SEEDS='7',
-                STEPS='40', DATA='d &', OUT="o $(x)'", FLAGS='--beta2=0.99  --log_every=8\n')
+    run, = plan(
+        'ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5', SEEDS='7',
+        STEPS='40', DATA='d &', OUT="o $(x)'", FLAGS='--beta2=0.99  --log_every=8\n')
     assert (run.method, run.size, run.lr, run.weight_tying, run.lam) == ('z_loss', '29M', 0.05, True, 3e-5)
     assert (run.seed, run.steps, run.data, run.beta2, run.log_every) == (7, 40, 'd &', 0.99, 8)
     assert run.out == "o $(x)'/29M-tied-z_loss-lam3e-05-lr0.05-s7"
-    assert 'METHODS' in sweep('--help')
-    assert 'demo demo' in sweep('demo', 'demo', status=2)
+    drift, fp32 = plan('drift', METHODS='baseline', SEEDS='2', FLAGS='--batch_size=16')  # the user's win
+    assert (drift.batch_size, fp32.out) == (16, 'out/drift_16M/16M-untied-baseline-lr0.3-s2-fp32head')
+    assert {os.path.dirname(run.out) for run in plan('ablation')} == {'out/paper'}
+    assert 'METHODS' in sweep('--help') and 'demo demo' in sweep('demo', 'demo', status=2)
     assert 'METHODS' in sweep(METHOD='mu_loss', status=2) and 'False' in sweep(TYING='False', status=2)
 
 
@@ -88,9 +80,9 @@ def test_variables():
     (8, {'FLAGS': '--device=cpu'}, 1)])
 def test_what_sweep_starts(tmp_path, gpus, env, n):
     """The runner, in its place, so that signals reach it; with as many GPUs a run as there are."""
-    python = tmp_path / 'python'
-    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec echo {gpus}\necho $$ "$@" >>calls; cat >>calls\n')
-    python.chmod(0o755)
+    (tmp_path / 'python').write_text(
+        f'#!/bin/sh\n[ "$1" != -c ] || exec echo {gpus}\necho $$ "$@" >>calls; cat >>calls\n')
+    (tmp_path / 'python').chmod(0o755)
     env = {**CLEAN, 'PATH': f'{tmp_path}:{ENV["PATH"]}', 'SIZES': '16M', 'LRS': '0.1', 'METHODS': 'mu_loss',
            'TYING': 'tied', 'DATA': 'data/stdlib', **env}
     started = subprocess.Popen(['bash', f'{ROOT}/sweep.sh'], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL)
@@ -99,76 +91,72 @@ def test_what_sweep_starts(tmp_path, gpus, env, n):
     assert prepared.endswith(' prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib')
     assert run == f'{started.pid} -m tools.runner --jobs={env.get("JOBS", 1)}'
     launch = 'python' if n == 1 else f'torchrun --standalone --nproc_per_node={n}'
-    assert line.startswith(f'{launch} train.py --data=data/stdlib --size=16M --method=mu_loss')
+    assert line.startswith(f'{launch} train.py --data=data/stdlib --size=16M')
 
 
 # -------- the runner
-# Stands in for train.py: waits for the file `go` if its run is named in `hold`, fails if it is named in `broken`.
+# Stands in for train.py. What its runs do between their start and their end, a test writes to `act`.
 TRAIN = """
 import os, sys, time
 from pathlib import Path
-def note(what): os.write(notes, f'{what} {out.name} {os.environ["CUDA_VISIBLE_DEVICES"]}\\n'.encode())
-out, notes = Path(sys.argv[-1].removeprefix('--out=')), os.open('notes', os.O_WRONLY | os.O_APPEND)
+out, notes = Path(next(word[6:] for word in sys.argv if word[:6] == '--out=')), open('notes', 'a')
+def note(what): print(what, out.name, os.environ['CUDA_VISIBLE_DEVICES'], file=notes, flush=True)
+def starts(): return Path('notes').read_text().count('start')
 note('start')
-while out.name in Path('hold').read_text() and not Path('go').exists(): time.sleep(0.01)
-broken = out.name in Path('broken').read_text()
-if not broken: out.mkdir(), (out / 'result.json').touch()
+exec(Path('act').read_text())
+out.mkdir(), (out / 'result.json').write_text('{}')
 note('end')
-sys.exit('error: no luck' if broken else print(*sys.argv))
+print(*sys.argv)
 """
+
+
+def has_result(args):  # for find_start, as such a run leaves no settings
+    return Path(args.out, 'result.json').exists(), None
 
 
 class Runs:
     """A folder with a list of commands, in which the runner is called."""
 
     def __init__(self, corpus, monkeypatch, capsys):
-        self.corpus, self.monkeypatch, self.capsys, self.lines = corpus, monkeypatch, capsys, []
-        for name, text in ('train.py', TRAIN), ('launch', 'shift; exec python "$@"'):
-            Path(name).write_text(text)
-        for name in 'notes', 'hold', 'broken':
-            Path(name).touch()
-        monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: 'H100')
-        monkeypatch.setattr(train, 'find_start', lambda run: (Path(run.out, 'result.json').exists(), None))
+        self.monkeypatch, self.capsys, self.lines = monkeypatch, capsys, []
+        self.flags = f'--size=tiny --block_size=32 --batch_size=12 --dtype=float32 --data={corpus}'
+        Path('train.py').write_text(TRAIN)
+        Path('launch').write_text('shift; exec python "$@"')
 
-    def add(self, *flags, processes=1):
+    def add(self, flags='', processes=1):
         launch = 'python' if processes == 1 else f'sh launch --nproc_per_node={processes}'
-        i = len(self.lines)
-        self.lines.append(f'{launch} train.py --size=tiny --block_size=32 --batch_size=12 --data={self.corpus} '
-                          f'--seed={i} {shlex.join(flags)} --out="out/my runs/r{i}"')
+        name = f'--seed={len(self.lines)} --out="out/my runs/r{len(self.lines)}"'
+        self.lines.append(f'{launch} train.py {self.flags} {name} {flags}')
 
-    def call(self, *argv, gpus=''):
+    def call(self, jobs=1, gpus='', act='', find_start=has_result):
         """The runner with GPUs of such names -> its exit status, what it printed, what it analysed."""
-        analysed = []
+        analysed, replace = [], self.monkeypatch.setattr
+        Path('notes').write_text('')
+        Path('act').write_text(act)
         self.monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
-        self.monkeypatch.setattr(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
-        self.monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpus != '')
-        self.monkeypatch.setattr(runner.analyze, 'main', analysed.extend)
-        self.monkeypatch.setattr('sys.stdin', io.StringIO('\n\n'.join(self.lines)))
+        replace(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
+        replace(torch.cuda, 'is_available', lambda: gpus != '')
+        replace(torch.cuda, 'get_device_name', lambda: 'H100')
+        replace(train, 'find_start', find_start)
+        replace(runner.analyze, 'main', analysed.extend)
+        replace(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
+        replace(sys, 'stdin', io.StringIO('\n\n'.join(self.lines)))
         with pytest.raises(SystemExit) as ended:
-            runner.main(argv)
-        return ended.value.code, self.capsys.readouterr().out.splitlines(), analysed
+            runner.main([f'--jobs={jobs}'])
+        return ended.value.code, ''.join(self.capsys.readouterr()).splitlines(), analysed
 
     def notes(self, what=''):
         """[what, name, GPUs] of each start and end, or of one of these."""
         return [line.split(' ') for line in Path('notes').read_text().splitlines() if line.startswith(what)]
 
-    def after(self, n_notes, act):
-        """Calls `act` when there are so many notes."""
-        def wait():
-            while len(self.notes()) < n_notes:
-                time.sleep(0.01)
-            act()
-        Thread(target=wait, daemon=True).start()
-
 
 @pytest.fixture
 def runs(corpus, tmp_path, monkeypatch, capsys):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.chdir(tmp_path)
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGHUP)]
     yield Runs(corpus, monkeypatch, capsys)
-    Path('go').touch()  # nothing waits on after a test that failed
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    for handler in handlers:
+        signal.signal(*handler)
 
 
 @pytest.mark.parametrize('seed', range(3))
@@ -179,25 +167,26 @@ def test_any_list(runs, seed):
     gpus = names.split(',')
     needs = {f'r{i}': rng.choice([0, 1, len(gpus) // jobs]) for i in range(7)}  # no two have to share a GPU
     for n in needs.values():
-        runs.add(f'--device={"cuda" if n else "cpu"}', processes=n or 1)
+        runs.add(f'--device={"cuda" if n else "cpu"}', n or 1)
     broken = rng.sample([*needs], 2)
     for fail, todo in (broken, [*needs]), ([], broken):
-        Path('broken').write_text(' '.join(fail))
-        Path('notes').write_text('')
-        status, printed, analysed = runs.call(f'--jobs={jobs}', gpus=names)
+        act = f'if out.name in {fail}: note("end"), sys.exit("error: no luck")'
+        status, (first, *progress, _), analysed = runs.call(jobs, names, act)
         assert {*str(status).split()} & needs.keys() == {*fail} and bool(status) == bool(fail)
-        assert analysed == ['out/my runs'] and printed[0].startswith(f'{len(todo)} of 7 runs')
-        assert sum('error: no luck' in line for line in printed) == len(fail)
+        assert first.startswith(f'{len(todo)} of 7 runs') and analysed == ['out/my runs']
+        assert [line.split(' min left] ')[0] for line in progress] == [
+            f'[{i}/{len(todo)}, about {10 * (len(todo) - i)}' for i in range(1, len(todo) + 1)]
+        assert sum(line.endswith(': error: no luck') for line in progress) == len(fail)
         assert sorted(name for _, name, _ in runs.notes('start')) == sorted(todo)
         at_work = {}
         for what, name, given in runs.notes():
-            if what == 'start':
-                assert len(at_work) < jobs
-                at_work[name] = given.split(',') if given else []
-                taken = sum(at_work.values(), [])
-                assert len(at_work[name]) == needs[name] and len({*taken} & {*gpus}) == len(taken)
-            else:
+            if what == 'end':
                 del at_work[name]
+                continue
+            at_work[name] = given.split(',') if given else []
+            taken = sum(at_work.values(), [])
+            assert len(at_work[name]) == needs[name] and len({*taken} & {*gpus}) == len(taken)
+            assert len(at_work) <= jobs
     log = Path('out/my runs/logs', f'{broken[0]}.log').read_text()  # of both times
     assert log.startswith('error: no luck\ntrain.py --size=tiny')
 
@@ -205,39 +194,47 @@ def test_any_list(runs, seed):
 def test_shared_gpu(runs):
     for _ in range(3):
         runs.add()
-    Path('hold').write_text('r0 r1 r2')
-    runs.after(3, Path('go').touch)
-    assert runs.call('--jobs=3', gpus='5,4')[0] == 0
+    assert runs.call(3, '5,4', 'while starts() < 3: time.sleep(0.01)')[0] == 0
     assert sorted(given for _, _, given in runs.notes('start')) == ['4', '5', '5']
 
 
-def test_minutes_left(runs, monkeypatch):
-    clock = count(0, 600)  # ten minutes a run
-    monkeypatch.setattr(runner, 'time', SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
-    for _ in range(4):
-        runs.add()
-    progress = [line.split(' min left] ') for line in runs.call()[1][1:5]]
-    assert [left for left, _ in progress] == [f'[{n}/4, about {40 - 10 * n}' for n in (1, 2, 3, 4)]
-    assert progress[2][1].startswith('r2: train.py --size=tiny')  # the last line of its log
-
-
-@pytest.mark.parametrize('name', ['INT', 'TERM', 'HUP', 'HUP, ignored'])
-def test_signals(runs, name):
-    """Its two runs end, and nothing else in its process group; nohup's ignored signal changes nothing."""
-    number = getattr(signal, f'SIG{name[:4].strip(",")}')
-    if 'ignored' in name:
+@pytest.mark.parametrize('name, ignored', [('INT', 0), ('TERM', 0), ('HUP', 0), ('HUP', 1)])
+def test_signals(runs, name, ignored):
+    """Its two runs end, and nothing else in its process group; what nohup ignores changes nothing."""
+    number = getattr(signal, f'SIG{name}')
+    if ignored:
         signal.signal(number, signal.SIG_IGN)
     for _ in range(4):
         runs.add()
-    Path('hold').write_text('r1 r2')
     other = subprocess.Popen(['sleep', '100'])
-    runs.after(4, lambda: (os.kill(os.getpid(), number), 'ignored' in name and Path('go').touch()))
-    status, _, analysed = runs.call('--jobs=2')
+    status, _, analysed = runs.call(2, act=f"""if out.name in ('r1', 'r2'):
+    while starts() < 3: time.sleep(0.01)
+    if out.name == 'r2': os.kill(os.getppid(), {number})
+    if not {ignored}: time.sleep(100)""")
     assert other.poll() is None
     other.kill()
-    if 'ignored' not in name:
+    if not ignored:
         assert 'the same command again' in status and not analysed and len(runs.notes()) == 4
-        Path('go').touch()
-        status, printed, analysed = runs.call('--jobs=2')
-        assert printed[0].startswith('3 of 4 runs') and len(runs.notes('start')) == 6
-    assert status == 0 and analysed and len(runs.notes('end')) == 4
+        assert runs.call(2)[1][0].startswith('3 of 4 runs')
+    assert len([*Path('out').glob('*/*/result.json')]) == 4
+
+
+@pytest.mark.parametrize('old, flags, named', [
+    ('r0', '', ''), ('r0', '--beta2=0.9', 'beta2=0.95'), ('x', '--steps=7', 'steps'),
+    ('x', '--seed=9', 'second'), ('x', '--bta=1', '--bta=1'), ('x', '--method=mu-loss', "'mu-loss'"),
+    ('x', '--data=none', 'none'), ('x', '--device=cuda', 'GPU'), ('x', '--out=y/r0', 'folder')])
+def test_what_is_refused_before_the_first_run(runs, old, flags, named):
+    """By train.py; or by analyze.py, which could not compare it with others of the folder or the list."""
+    seed = {'r0': 0, 'x': 9}[old]
+    args = train.resolve_args(train.parser.parse_args([*runs.flags.split(), f'--seed={seed}']))
+    args.data_fingerprint = train.fingerprint(train.open_data(args))
+    Path('out/my runs', old).mkdir(parents=True)
+    train.save(vars(args), f'out/my runs/{old}/config.json')
+    train.save({}, f'out/my runs/{old}/result.json')
+    runs.add(flags)
+    runs.add()
+    status, printed, _ = runs.call(find_start=train.find_start)
+    if named:
+        assert status == 2 and named in printed[-1] and len(printed) < 3 and not runs.notes()
+    else:
+        assert printed[0].startswith('1 of 2 runs') and len(runs.notes('end')) == 1

@@ -38,7 +38,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(usage='%(prog)s [--jobs=1] <runs.txt', description=__doc__)
     parser.add_argument('--jobs', type=int, default=1, help='how many runs go at once; they may share a GPU')
     jobs = parser.parse_args(argv).jobs
-    runs = [read_run(line) for line in sys.stdin if line.strip()]
+    runs = [read_run(line) for line in sys.stdin.read().splitlines() if line.strip()]
     folder, *others = {run.out.parent for run in runs}
     train.check(jobs > 0 and not others, f'--jobs={jobs}, in {folder} {others}: at least 1, in one folder')
     # what analyze.py would refuse, as it could not compare these runs and others in the folder
