@@ -19,6 +19,7 @@ from conftest import ENV, ROOT
 from tools import runner
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
+FIVE = [*product(['baseline', 'mu_centering'], ['bfloat16', 'float32']), ('mu_loss', 'bfloat16')]
 LRS, SIZES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), '16M 29M 57M 109M 221M'.split()
 FULL = {'steps': 100_000, 'seed': 1, 'data': 'data/fineweb', 'batch_size': 64}
 VARIABLES = 'METHODS SIZES LRS TYING LAMS SEEDS STEPS NPROC JOBS OUT DATA FLAGS DRY_RUN'.split()
@@ -39,9 +40,6 @@ def plan(grid, **env):
     lines = [shlex.split(line) for line in sweep(grid, **env).splitlines()]
     assert all(line[:2] == ['python', 'train.py'] for line in lines)
     return [train.parser.parse_args(line[2:]) for line in lines]
-
-
-FIVE = [*product(['baseline', 'mu_centering'], ['bfloat16', 'float32']), ('mu_loss', 'bfloat16')]
 
 
 @pytest.mark.parametrize('grid, names, expected, all_have', [
@@ -110,10 +108,6 @@ print(*sys.argv)
 """
 
 
-def has_result(args):  # for find_start, as such a run leaves no settings
-    return Path(args.out, 'result.json').exists(), None
-
-
 class Runs:
     """A folder with a list of commands, in which the runner is called."""
 
@@ -128,19 +122,21 @@ class Runs:
         name = f'--seed={len(self.lines)} --out="out/my runs/r{len(self.lines)}"'
         self.lines.append(f'{launch} train.py {self.flags} {name} {flags}')
 
-    def call(self, jobs=1, gpus='', act='', find_start=has_result):
+    def call(self, jobs=1, gpus='', act='', find_start=None):
         """The runner with GPUs of such names -> its exit status, what it printed, what it analysed."""
         analysed, replace = [], self.monkeypatch.setattr
         Path('notes').write_text('')
         Path('act').write_text(act)
         self.monkeypatch.setenv('PATH', '/usr/bin:/bin')  # without this python
         self.monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
-        if gpus[:1] == '0':  # all there are
+        if gpus == '0,1,2,3':  # all there are
             self.monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
         replace(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
         replace(torch.cuda, 'is_available', lambda: gpus != '')
         replace(torch.cuda, 'get_device_name', lambda: 'H100')
-        replace(train, 'find_start', find_start)
+        replace(train, 'WORLD_SIZE', 1)  # or the runner's would stay
+        replace(train, 'find_start', find_start or (  # such a run leaves no settings
+            lambda args: (Path(args.out, 'result.json').exists(), None)))
         replace(runner.analyze, 'main', analysed.extend)
         replace(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
         replace(sys, 'stdin', io.StringIO('\n\n'.join(self.lines)))
@@ -148,8 +144,7 @@ class Runs:
             runner.main([f'--jobs={jobs}'])
         return ended.value.code, ''.join(self.capsys.readouterr()).splitlines(), analysed
 
-    def notes(self, what=''):
-        """[what, name, GPUs] of each start and end, or of one of these."""
+    def notes(self, what=''):  # [what, name, GPUs] of each start and end, or of one of these
         return [line.split(' ') for line in Path('notes').read_text().splitlines() if line.startswith(what)]
 
 
@@ -223,7 +218,7 @@ def test_signals(runs, name, ignored):
 @pytest.mark.parametrize('old, flags, named', [
     ('r0', ['', ''], ''), ('r0', ['--beta2=0.9'], 'beta2=0.95'), ('x', ['--steps=7'], 'steps'),
     ('x', ['--seed=9'], 'second'), ('x', ['', '--seed=0'], 'second'), ('x', ['--bta=1'], '--bta=1'),
-    ('x', ['--data=none'], 'none'), ('x', ['--device=cuda'], 'GPU'), ('x', ['', '--out=y/r1'], 'folder')])
+    ('x', ['--data=none'], 'none'), ('x', ['--device=cuda'], 'GPU'), ('x', ['', '--out=y/r1'], '--out')])
 def test_what_is_refused_before_the_first_run(runs, old, flags, named):
     """By train.py; or by analyze.py, which could not compare it with others of the folder or the list."""
     seed = {'r0': 0, 'x': 9}[old]

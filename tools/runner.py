@@ -40,7 +40,7 @@ def main(argv=None):
     jobs = parser.parse_args(argv).jobs
     runs = [read_run(line) for line in sys.stdin.read().splitlines() if line.strip()]
     folder, *others = {run.out.parent for run in runs}
-    train.check(jobs > 0 and not others, f'--jobs={jobs}, in {folder} {others}: at least 1, in one folder')
+    train.check(jobs > 0 and not others, f'--jobs={jobs} should be 1 or more, and every --out in {folder}')
     # what analyze.py would refuse, as it could not compare these runs and others in the folder
     others = {path.parent for path in folder.glob('*/result.json')} - {run.out for run in runs}
     rows = [{**vars(run), 'run': str(run.out)} for run in runs]
@@ -63,8 +63,8 @@ def main(argv=None):
                 used = [gpu for other in running for gpu in other.gpus]
                 run.gpus = sorted(gpus, key=used.count)[:run.processes] if run.device == 'cuda' else []
                 env = {**os.environ, 'PATH': path, 'CUDA_VISIBLE_DEVICES': ','.join(run.gpus)}
-                with open(f'{folder}/logs/{run.out.name}.log', 'ab') as run.log:  # and out of Ctrl-C's reach
-                    run.process = subprocess.Popen(
+                with open(f'{folder}/logs/{run.out.name}.log', 'ab') as run.log:
+                    run.process = subprocess.Popen(  # in a new session, which Ctrl-C does not reach
                         run.words, env=env, stdout=run.log, stderr=run.log, start_new_session=True)
                 running.append(run)
             time.sleep(0.1)
