@@ -169,7 +169,7 @@ FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train
 
 # Runs of one size and tying share these, or their losses could not be compared. Any other flag in which they
 # differ is part of a run's name, but for those that are there anyway and those that change no loss.
-COMPARABLE = ['data_fingerprint', 'steps', 'batch_size', 'block_size', 'vocab_size', 'test_tokens']
+COMPARABLE = ['data_fingerprint', 'steps', 'batch_size', 'vocab_size', 'test_tokens']
 IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'size', 'weight_tying', 'lam', 'lr', 'seed', 'cap', 'mu_shift',
     'init_from', 'log_every', 'eval_every', 'eval_tokens'}]
