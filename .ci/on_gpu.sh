@@ -37,11 +37,9 @@ for what in ${*:-tests speed drift}; do
     speed)
       [ -d "$BEFORE" ] || { mkdir -p "$BEFORE" && git archive 2102aab | tar -x -C "$BEFORE"; }
       for size in $sizes; do
-        for code in "$BEFORE" .; do
-          name=speed-$size$([ "$code" = . ] || echo -before)
-          part $name 120 env -C "$code" python -m tools.bench --device=$DEVICE --size=$size $bench \
-            --methods=baseline,mu_loss,mu_centering
-        done
+        flags="--device=$DEVICE --size=$size $bench --methods=baseline,mu_loss,mu_centering"
+        part speed-$size-before 120 env -C "$BEFORE" python -m analysis.bench $flags
+        part speed-$size 120 python -m tools.bench $flags
       done ;;
     drift)
       part drift 560 bash sweep.sh drift

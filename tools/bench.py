@@ -54,7 +54,7 @@ def main(argv=None):
     while len(times) < 5 or np.sum(times) < args.seconds:
         times.append([timed(step, args.device) for step in steps])
 
-    print(f'{args.size}, {args.batch_size * args.block_size} tokens, {args.dtype} on {args.device_name}')
+    print(f'{args.size}, {args.batch_size * args.block_size} tokens, {args.dtype} on {args.device}')
     for method, step, seconds in zip(methods, steps, np.array(times).T, strict=True):
         ratio = np.median(seconds / np.array(times)[:, 0])
         line = f'{method:15}{1e3 * np.median(seconds):10.2f} ms{ratio:8.3f}'
