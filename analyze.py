@@ -45,7 +45,7 @@ def centering_ratios(h, E):
     largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dim=1)  # max |x_i|, without a copy
     mu = E.mean(dim=0)
     logits, mu_h = h @ E.T, h @ mu
-    star = h @ (E - mu).T  # l*_i = (e_i - mu) . h: next to a large mean, l_i - mu . h would lose its digits
+    star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h, to 2e-4 at a mean of norm 1,000
     cos = logits / E.norm(dim=1).clamp_min(TINY)  # |h| cos(e_i, h); |h| cancels in the ratio
     cos_star = star / (E - mu).norm(dim=1).clamp_min(TINY)
     return {'r_log': largest(star) / largest(logits).clamp_min(TINY),
@@ -116,7 +116,7 @@ def val_windows(folder, block_size, vocab_size, data_fingerprint):
 
 
 def measure_run(folder):
-    """measure_model of a finished run, kept in its folder until model.pt changes. Raises for other data or weights."""
+    """measure_model of a finished run, kept in its folder until model.pt changes. Raises for other data."""
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
@@ -150,7 +150,8 @@ def read_run(folder):
     run |= {'run': str(folder), 'device': settings['device_name'], 'finished': 'test_loss' in results}
     trained = [line for line in log if 'loss' in line]
     every = math.ceil(len(trained) / 1000) or 1
-    curve = pd.DataFrame([line for line in log if 'loss' not in line] + trained[::-every])  # with the last line
+    evaluations = [line for line in log if 'loss' not in line]
+    curve = pd.DataFrame(evaluations + trained[::-every])  # with the last line
     unknown = [name for name in settings if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE}]
     return run, curve.sort_values('step', kind='stable').assign(run=run['run']), unknown
 
@@ -161,9 +162,11 @@ RESULTS = [
     'block_size', 'vocab_size', 'test_tokens', 'data_fingerprint', 'dtype', 'logits_dtype', 'mu_shift',
     'init_from', 'init_loss', 'test_loss', 'model_step', 'mu_norm', 'mean_share', 'logit_mean',
     'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log',
-    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device', 'commit']
+    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device',
+    'commit']
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
-TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device', 'commit']
+TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device',
+         'commit']
 FLAGS = vars(train.parser.parse_args([]))  # of train.py, with a fork's, and their defaults
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
 
@@ -311,8 +314,9 @@ def read_runs(path):
 # -------- a sweep
 def read_folders(folders):
     """All runs in or right below `folders`, a row each; their curves; lines on what is missing or unknown."""
-    here, below, deeper = ({path.parent for folder in folders for path in Path(folder).glob(f'{stars}config.json')}
-                           for stars in ('', '*/', '*/*/'))
+    here, below, deeper = (
+        {path.parent for folder in folders for path in Path(folder).glob(f'{depth}config.json')}
+        for depth in ('', '*/', '*/*/'))
     deeper -= here | below
     lines = [f'not read, two folders down: {len(deeper)} runs, such as {min(deeper)}'] if deeper else []
     runs, curves, unknown = [], [], ['commit']
@@ -350,8 +354,8 @@ def collect(folders, out):
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
         loss = measured['numbers'].pop('loss', math.nan)
         if run.test_tokens <= POSITIONS and abs(loss - run.test_loss) > SAME_LOSS * run.test_loss:
-            lines.append(f'{run.run}: the loss of its model.pt on the test tokens is {loss:.4f}, that of its '
-                         f'result.json {run.test_loss:.4f}; the statistics are of model.pt')
+            lines.append(f'{run.run}: the loss of its model.pt on the test tokens is {loss:.4f}, but '
+                         f'{run.test_loss:.4f} in its result.json')
         statistics.append(measured['numbers'])
         distributions += [{'run': run.run, 'quantity': name, **x}
                           for name, x in measured['distributions'].items()]
@@ -363,7 +367,8 @@ def collect(folders, out):
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    others = everything[~finished].assign(variant=lambda x: [f'{Path(run).name}, not finished' for run in x.run])
+    others = everything[~finished]
+    others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
     return runs, others, curves, lines
 
 
@@ -374,8 +379,8 @@ PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
 # the LRS of the paper's tables, and what they underline, by (tying, size, variant)
 PUBLISHED = pd.read_csv(Path(__file__).parent / 'tools/paper_lrs.csv',
                         index_col=['tying', 'size', 'variant'])
-LRS_COLUMNS = ['size', 'weight_tying', 'variant', 'method', 'lam', 'setting', 'n_params', 'lrs', 'lrs_n1', 'n_lrs',
-               'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest', 'published']
+LRS_COLUMNS = ['size', 'weight_tying', 'variant', 'method', 'lam', 'setting', 'n_params', 'lrs', 'lrs_n1',
+               'n_lrs', 'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest', 'published']
 
 
 def of_default_lam(runs):
@@ -427,8 +432,8 @@ def learning_rate_sensitivity(runs):
         rates = {seed: ' '.join(map('{:g}'.format, of_seed.lr)) for seed, of_seed in seeds.items()}
         most = max(rates.values(), key=lambda text: text.count(' '))
         compared = [seed for seed in seeds if rates[seed] == most and len(seeds[seed]) > 1]
-        lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning rates '
-                  f'{rates[seed]}' for seed in seeds if seed not in compared]
+        lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
+                  f'rates {rates[seed]}' for seed in seeds if seed not in compared]
         if not compared:
             continue
         sums, n, first = [], len(most.split()), part.iloc[0]

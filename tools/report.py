@@ -24,9 +24,10 @@ COLORS = {  # the first six are the paper's; other variants get the next of OTHE
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#393B79', 'max_z_loss': '#17BECF',
     'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22', 'centered_head': '#4B0082'}
-OTHERS = ['#000000', '#637939', '#7b4173', '#8c6d31', '#ff69b4', '#00ced1', '#843c39', '#6b6ecf',
-          *(to_hex(color) for name in ('tab20c', 'tab20b') for i in range(4) for color in plt.get_cmap(name).colors[i::4])]
-OTHERS = [color for color in dict.fromkeys(OTHERS) if color.upper() not in COLORS.values()]  # some 40
+OTHERS = ['#000000', '#637939', '#7b4173', '#8c6d31', '#ff69b4', '#00ced1', '#843c39', '#6b6ecf']
+for shade in range(4):  # then more, in case there are many: some 40 that all differ
+    more = plt.get_cmap('tab20c').colors[shade::4] + plt.get_cmap('tab20b').colors[shade::4]
+    OTHERS += [color for color in map(to_hex, more) if color not in OTHERS and color != '#393b79']
 CURES = ['mu_loss', 'mu_centering', 'centered_head']
 
 # -------- tables: dicts of title, message, rows and caption
@@ -38,14 +39,14 @@ FORMATS = {  # of columns of results.csv
     'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
 EXPLAINED = {  # columns of the table of runs
-    'behind': "1 if the variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest "
-              'at its size, tying, setting and learning rate; empty: not compared',
+    'behind': "1 if the variant's test loss, a mean over seeds, is not finite or over 1% above the lowest at "
+              'its size, tying, setting and learning rate; empty: not compared',
     'model_step': 'of the model measured', 'mean_share': 'V‖μ‖² / ‖E‖², 1 if all embeddings are equal',
     'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1'}
 
 
 def places(runs):
-    """The runs of each size, tying and learning rate, with what the place is called in titles and in files."""
+    """The runs of each size, tying and learning rate, and what that is called in titles and in files."""
     for (size, tying, lr), rows in runs.groupby(['size', 'weight_tying', 'lr'], sort=False):
         yield rows, f'{size}, {TYING[tying]}, η = {lr:g}', f'{size}_{TYING[tying]}_lr{lr:g}'
 
@@ -59,7 +60,7 @@ def grid(cells, *names):
 def lrs_table(lrs, column, title):
     """
     Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each value of `column`, or None.
-    Bold is the lowest LRS of a size, as three digits show it, unless a rival had a seed as low as its highest.
+    Bold is a size's lowest LRS, as three digits show it, unless a rival had a seed as low as its highest.
     """
     if not lrs.n_lrs.max() >= MIN_RATES:
         return None
@@ -89,11 +90,11 @@ def lrs_table(lrs, column, title):
             cells[size, getattr(run, column)] = '-' if math.isnan(run.lrs_n1) else cell
     message = f'{title}: lowest, which is best: {"; ".join(said)}.'
     return dict(title=title, message=message, rows=grid(cells, 'N'), caption=(
-        'Lower is better, in nats: how far the test losses at the n learning rates lie above the lowest of them, '
-        'summed / (n - 1); means over seeds [lowest, highest]. Bold: the lowest of its size, unless the ranges '
-        'of others reach into its own. Underlined: within 1% of the best method at every learning rate; in a '
-        "table of several λ, of the best pair of method and λ. Small: the paper's, of one seed. (n lr): over "
-        'other learning rates than most. -: no runs, or nothing was learned at any learning rate.'))
+        'Lower is better, in nats: how far the test losses at the n learning rates lie above the lowest of '
+        'them, summed / (n - 1); means over seeds [lowest, highest]. Bold: the lowest of its size, unless '
+        'ranges of others reach into its own. Underlined: within 1% of the best method at every learning '
+        "rate; in a table of several λ, of the best pair of method and λ. Small: the paper's, of one seed. (n lr): "
+        'over other learning rates than most. -: no runs, or nothing was learned at any learning rate.'))
 
 
 def with_rounding(rows):
@@ -102,7 +103,7 @@ def with_rounding(rows):
 
 
 def said_of_rounding(runs):
-    """Of the alike runs whose losses lie farthest apart by rounding: these, and runs of a cure beside them."""
+    """Of the runs whose losses lie farthest apart by rounding: these, and runs of a cure beside them."""
     farthest, said = -1, ''
     alike = ['size', 'weight_tying', 'lr', 'method', 'lam', 'setting', 'seed']
     for _, twins in runs.groupby(alike, dropna=False, sort=False):
@@ -119,7 +120,7 @@ def said_of_rounding(runs):
         name = NAMES.get(worst.method, worst.method) + worst.setting
         said = f'By rounding alone, {name} at η = {worst.lr:g} ends at a test loss of {", ".join(ends)}.'
         beside = ['size', 'weight_tying', 'lr', 'seed', 'setting', 'mu_shift', 'logits']
-        cures = runs[(runs[beside] == worst[beside]).all(axis=1) & runs.method.isin(CURES)]
+        cures = runs[runs.method.isin(CURES) & (runs[beside] == worst[beside]).all(axis=1)]
         cures = [f'{run.variant.removesuffix(run.rounding)} {run.test_loss:.2f}' for run in cures.itertuples()
                  if run.test_loss < loss.max()]
         said += f' With {" or ".join(cures)}, in {worst.logits} too.' if cures else ''
@@ -136,16 +137,17 @@ def rounding_table(runs):
                'η': runs.lr.map('{:g}'.format), 'seed': runs.seed.map('{:.0f}'.format), 'logits': runs.logits,
                'vector': runs.mu_shift.map('{:g}'.format), 'test loss': runs.test_loss.map('{:.2f}'.format),
                'mean logit': runs.logit_mean.map('{:,.1f}'.format)}
-    return dict(title='What rounding does', rows=pd.DataFrame(columns), message=said_of_rounding(runs), caption=(
-        "All runs at a size and learning rate at which only the precision of one method's logits, or a vector of "
-        'this norm that was added to all output embeddings at the start, differ. The mean of the embeddings adds '
-        'one number to all logits of a position, which changes no probability or gradient but by rounding: '
-        'between 512 and 1,024 BF16 has only the multiples of 4. All began at a loss of '
-        f'{runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. nan: not finite, or not known.'))
+    caption = ('All runs at a learning rate at which some differ only in the precision of the logits, or in '
+               'a vector of this norm that was added to all output embeddings at the start. The mean of the '
+               'embeddings adds one number to all logits of a position, which changes no probability or '
+               'gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. All began '
+               f'at {runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. nan: not finite, or unknown.')
+    return dict(title='What rounding does', rows=pd.DataFrame(columns), message=said_of_rounding(runs),
+                caption=caption)
 
 
 def seed_table(runs):
-    """How a variant's test loss differs from the baseline's of the same seed, where they share two, or None."""
+    """Test losses minus the baseline's of the same seed, where a variant shares two with it, or None."""
     alike = ['size', 'weight_tying', 'lr', 'setting', 'rounding', 'seed']
     baseline = runs[runs.method == 'baseline'][[*alike, 'test_loss']]
     pairs = runs[runs.method != 'baseline'].merge(baseline, on=alike, suffixes=('', '_of_baseline'))
@@ -174,14 +176,15 @@ def run_table(runs, own_statistics):
     for (size, tying), rows in runs.dropna(subset='test_loss').groupby(['size', 'weight_tying'], sort=False):
         best = rows.loc[rows.test_loss.idxmin()]
         said.append(f'{best.variant} of {size}, {TYING[tying]}, at η = {best.lr:g}: {best.test_loss:.4f}')
-    return dict(title='All runs', rows=cells, message=f'Lowest test loss: {"; ".join(said) or "none was finite"}.',
-                caption=' '.join(f'{name}: {text}.' for name, text in EXPLAINED.items() if name in cells))
+    message = f'Lowest test loss: {"; ".join(said) or "none was finite"}.'
+    caption = ' '.join(f'{name}: {text}.' for name, text in EXPLAINED.items() if name in cells)
+    return dict(title='All runs', rows=cells, message=message, caption=caption)
 
 
 def make_tables(runs, methods, several, own_statistics=()):
     """
-    All tables that there are data for, of runs and of lrs.csv's rows of methods and of several λ: what rounding
-    does, LRS and λ of each tying, differences between runs of one seed, and all runs, which is always there.
+    All tables that there are data for, of runs and of lrs.csv's rows of methods and of several λ: what
+    rounding does, LRS of each tying, differences between runs of one seed, and, always, all runs.
     """
     tables = [rounding_table(runs)]
     for tying, word in TYING.items():
@@ -190,7 +193,8 @@ def make_tables(runs, methods, several, own_statistics=()):
         for (method, setting), rows in several[several.weight_tying == tying].groupby(
                 ['method', 'setting'], sort=False):
             rows = rows.sort_values('lam', kind='stable').assign(lam=rows.lam.map('{:g}'.format))
-            tables.append(lrs_table(rows, 'lam', f'{title}, of {NAMES.get(method, method)}{setting} for several λ'))
+            name = f'{NAMES.get(method, method)}{setting}'
+            tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
     tables += [seed_table(runs), run_table(runs, own_statistics)]
     return [table for table in tables if table]
 
@@ -373,9 +377,9 @@ FIGURES = [  # function, title, caption
      'line, centering lowers it. cos(μ, h): the cosine of the mean embedding and h. Means over the '
      'vocabulary or test positions, of runs that were finite. (Figure 5)'),
     (training, 'Training curves',
-     'A line for each run, as logged: its loss; the norm of the mean μ of the output embeddings; of the logits '
-     'of a position their mean, how that varies, their standard deviation and the largest |logit|. Of a log '
-     'of more than 1,000 lines every second, third, ... is drawn. Equal lines hide each other.')]
+     'A line for each run, as logged: its loss; the norm of the mean μ of the output embeddings; of the '
+     'logits of a position their mean, how that varies, their standard deviation and the largest |logit|. '
+     'Of a log of more than 1,000 lines every second, third, ... is drawn. Equal lines hide each other.')]
 
 
 def draw_figures(compared, everything, curves, folder):
@@ -409,8 +413,8 @@ def draw_figures(compared, everything, curves, folder):
 
 
 # -------- the pages
-DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size', 'mu_shift', 'cap',
-             'dtype', 'logits_dtype', 'device', 'data']
+DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size', 'mu_shift',
+             'cap', 'dtype', 'logits_dtype', 'device', 'data']
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
   img { max-width: 100%; } div { overflow-x: auto; }
@@ -425,13 +429,14 @@ def describe(runs):
                         method=runs.method.map(NAMES).fillna(runs.method))
     facts = []
     for column in named.columns.intersection(DESCRIBED, sort=False):
-        values = [x if isinstance(x, str) else f'{x:.12g}' for x in named[column].dropna().unique() if x != '']
+        values = named[column].dropna().unique()
+        values = [x if isinstance(x, str) else f'{x:.12g}' for x in values if x != '']
         if any(value != '0' for value in values):  # a seed of 0 alone is an unknown one
             facts.append(f'{column}: {", ".join(values)}')
     lines = [f'{len(runs)} run{"s" * (len(runs) > 1)}. {"; ".join(facts)}.']
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
     if of_variant.lr.nunique().max() < MIN_RATES:
-        line = f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one method and setting'
+        line = f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one setting'
         settings = [x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x]
         split = runs.lr.nunique() >= MIN_RATES and settings  # as by --min_lr = lr / 10
         lines.append(f'{line}; here settings differ: {"; ".join(settings[:4])}.' if split else f'{line}.')

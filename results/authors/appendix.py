@@ -60,8 +60,8 @@ def sensitivity(runs, lrs):
     size. (Figure 8)
     """
     colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.dropna().unique()))}
-    runs, lrs = (rows.assign(name=named(rows), variant=rows.lam.map('λ={:g}'.format), color=rows.lam.map(colors))
-                 for rows in (runs, lrs))
+    runs, lrs = (rows.assign(name=named(rows), variant=rows.lam.map('λ={:g}'.format),
+                             color=rows.lam.map(colors)) for rows in (runs, lrs))
     names = lrs.name.unique()
     if len(names) == 0:
         return None
@@ -135,7 +135,8 @@ def main(folder=HERE):
     compared = []  # runs and LRS, of the default λ and of several
     for part in (analyze.of_default_lam(all_runs), analyze.of_several_lam(all_runs)):
         lrs, _ = analyze.learning_rate_sensitivity(part)
-        lrs = report.with_colors(lrs, all_runs.variant)[lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
+        lrs = lrs[lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
+        lrs = report.with_colors(lrs, all_runs.variant)
         compared += [part.assign(behind=analyze.behind(part), setting=part.setting + part.rounding), lrs]
     csv = folder / 'distributions.csv'
     values = pd.read_csv(csv, dtype={'run': str}) if csv.exists() else pd.DataFrame(columns=['run', 'median'])
