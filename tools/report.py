@@ -93,8 +93,8 @@ def lrs_table(lrs, column, title):
         'Lower is better, in nats: how far the test losses at the n learning rates lie above the lowest of '
         'them, summed / (n - 1); means over seeds [lowest, highest]. Bold: the lowest of its size, unless '
         'ranges of others reach into its own. Underlined: within 1% of the best method at every learning '
-        "rate; in a table of several λ, of the best pair of method and λ. Small: the paper's, of one seed. (n lr): "
-        'over other learning rates than most. -: no runs, or nothing was learned at any learning rate.'))
+        "rate; in a table of several λ, of the best pair of method and λ. Small: the paper's, of one seed. "
+        '(n lr): over other learning rates than most. -: no runs, or nothing was learned at any of them.'))
 
 
 def with_rounding(rows):
