@@ -28,14 +28,16 @@ parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbr
 add = parser.add_argument
 add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'], help='which text')
 add('--name', help="config of FineWeb, or dataset of shards (%(default)s: sample-100BT, or the authors')")
-add('--files', type=os.path.expanduser, help='quoted glob of .txt, .jsonl or .parquet files (column: text)')
+add('--files', type=os.path.expanduser, help='quoted glob: .txt, .md, .rst; .jsonl, .parquet (field: text)')
 add('--out', type=os.path.expanduser, help='folder of the shards (%(default)s: data/fineweb or data/stdlib)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
 add('--tokens', type=number, default=13_200_000_000, help='tokens to train on, at most')
-add('--val_tokens', type=number, default=10_500_000, help='tokens for val: the first ones; of local '
-    'files at most so many: the end of each document, or of 100 and more 1%%, chosen by hash')
+add('--val_tokens', type=number, default=10_500_000, help='tokens held out: the first ones; of local '
+    'files the first 5,000 of every 50,000, up to this many; what is in there twice may be in val and train')
 add('--shard_tokens', type=number, default=100_000_000, help='tokens in a train shard, 2 bytes each')
 add('--workers', type=number, default=os.cpu_count(), help='threads that tokenize')
+
+HELD, OF = 5_000, 50_000  # of local files the first 5,000 of every 50,000 tokens are for val
 
 
 def golden_order(items):
@@ -44,13 +46,16 @@ def golden_order(items):
 
 
 def local_files(pattern):
-    """The .txt, .jsonl or .parquet files that match a glob, sorted by name."""
-    found = sorted(glob.glob(pattern, recursive=True), reverse=True)
-    # a file with several names, by links or a second **, is read once, under the first of them
-    paths = sorted({os.path.realpath(path): path for path in found if not os.path.isdir(path)}.values())
-    others = [path for path in paths if not path.endswith(('.txt', '.jsonl', '.parquet'))]
-    check(paths and not others, f'{pattern} should match .txt, .jsonl or .parquet files, not {others[:3]}')
-    return paths
+    """The files that match a glob, sorted by name; a file with several names is there once."""
+    paths = {}
+    for path in sorted(glob.glob(pattern, recursive=True)):  # a second ** finds all files again
+        if not os.path.isdir(path):
+            paths.setdefault(os.path.realpath(path), path)
+    check(paths, f'no file matches {pattern}')
+    endings = ('.txt', '.md', '.rst', '.jsonl', '.parquet')
+    others = [path for path in paths.values() if not path.endswith(endings)]
+    check(not others, f'{pattern} should match {", ".join(endings)} files, not {others[:3]}')
+    return list(paths.values())
 
 
 def stdlib_files():
@@ -63,7 +68,7 @@ def stdlib_files():
 
 
 def file_rows(path):
-    """The text of each row of a local or hf:// file. A .txt or .py file is one row."""
+    """The documents of a local or hf:// file: rows, lines, or what <|endoftext|> separates in a text."""
     if path.endswith('.parquet'):
         with fsspec.open(path, block_size=2**23) as file:  # the hub's client retries each block
             parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
@@ -73,21 +78,24 @@ def file_rows(path):
     elif path.endswith('.jsonl'):
         with open(path, encoding='utf-8-sig') as file:
             yield from (json.loads(line)['text'] for line in file if line.strip())
-    else:
-        # Some of Python's own tests are not UTF-8, or begin with a byte order mark, on purpose.
-        encoding, errors = ('utf-8', 'replace') if path.endswith('.py') else ('utf-8-sig', 'strict')
-        newline = None if path.endswith('.py') else ''  # line ends as they are, as in jsonl
-        with open(path, encoding=encoding, errors=errors, newline=newline) as file:
+    elif path.endswith('.py'):  # some of Python's own tests are not UTF-8, on purpose
+        with open(path, encoding='utf-8', errors='replace') as file:
             yield file.read()
+    else:
+        with open(path, encoding='utf-8-sig', newline='') as file:  # line ends as they are, as in .jsonl
+            text = file.read()
+        if '\0' in text:
+            raise ValueError('there are NULs in it: is it UTF-16?')
+        yield from text.split('<|endoftext|>')
 
 
 def read_texts(paths, first_file=0, first_row=0):
-    """Yields (file number, row, text), from a row of a file on."""
+    """Yields (file number, row, text) of all documents that are not empty, from a row of a file on."""
     for file, path in enumerate(paths[first_file:], first_file):
         row = 0
         try:
             for text in file_rows(path):
-                if file > first_file or row >= first_row:
+                if text and (file > first_file or row >= first_row):
                     yield file, row, text.encode(errors='replace').decode()  # half a surrogate pair: a ?
                 row += 1
         except Exception as error:  # of many kinds; in which of a thousand files?
@@ -100,8 +108,8 @@ def load_encoder(name):
         return lambda text: np.append(np.uint16(256), np.frombuffer(text.encode(), np.uint8))
     bpe = tiktoken.get_encoding(name)
     # A million white spaces before a word overflow tiktoken's stack; GPT-2 splits before the last one anyway.
-    space = r'[^\S\x1c-\x1f]'  # to GPT-2; to Python \x1c to \x1f as well
-    last_space = re.compile(rf'(?={space}(?!{space}).)(?<={space}{{1000}})', re.DOTALL)
+    space, word = r'[^\S\x1c-\x1f]', r'[\S\x1c-\x1f]'  # to GPT-2; to Python \x1c to \x1f are space too
+    last_space = re.compile(rf'(?={space}{word})(?<={space}{{1000}})')
 
     def encode(text):
         parts = last_space.split(text) if len(text) > 100_000 else [text]
@@ -112,62 +120,55 @@ def load_encoder(name):
     return encode
 
 
-def tokenize(texts, args):
-    """Yields what read_texts does, and the tokens of each text. Both tokenizers free the GIL."""
+def tokenize(texts, args, before=0):
+    """Yields (file, row, before, tokens) of texts: `before` is the number of tokens in all earlier ones."""
     encode = load_encoder(args.tokenizer)
-    with ThreadPoolExecutor(args.workers) as pool:
+    with ThreadPoolExecutor(args.workers) as pool:  # both tokenizers free the GIL
         while batch := list(itertools.islice(texts, 1024)):
             encoded = pool.map(encode, [text for *_, text in batch])
-            yield from ((*document, tokens) for document, tokens in zip(batch, encoded, strict=True))
+            for (file, row, _), tokens in zip(batch, encoded, strict=True):
+                yield file, row, before, tokens
+                before += len(tokens)
 
 
-def hold_out(documents, val, args, meta):
-    """
-    Yields the local documents without what goes into the list `val`, --val_tokens at most: of fewer than 100
-    documents the last tenth of each; of more the first one and 1% of the others, chosen by hash.
-    """
-    first = list(itertools.islice(documents, 100))
-    few = meta.setdefault('few', len(first) % 100)  # 0: many
-    for file, row, text, tokens in itertools.chain(first, documents):
-        if few:
-            n = min(len(tokens) // 10, args.val_tokens // few)
-            held, tokens = tokens[len(tokens) - n:].copy(), tokens[:len(tokens) - n]
-            held[:1] = tokens[0]  # end-of-text, with which every document begins
-            if [file, row] <= meta.setdefault('held', [-1, 0]):
-                held = held[:0]  # it was added before the stop
-            meta['held'] = max(meta['held'], [file, row])
-        else:
-            bucket = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
-            is_val = bucket == meta.setdefault('bucket', bucket)  # the first document's
-            held = tokens[:args.val_tokens - meta['val'] if is_val else 0]
-            tokens = tokens[:0] if is_val else tokens
-        val.append(held)
-        meta['val'] += len(held)
-        yield file, row, text, tokens
+def is_held_out(before, n, args):
+    """Which of the n tokens of a local document are for val, by their place in all of the text alone."""
+    held_out = np.zeros(n, bool)
+    for i in range(before // OF, (before + n) // OF + 1):
+        start = i * OF - before
+        end = start + min(HELD, args.val_tokens - i * HELD)
+        held_out[max(0, start):max(0, end)] = True
+    return held_out
+
+
+def hold_out(paths, args):
+    """Yields the val shard of local files. They are read once more for the others."""
+    parts, n_val, n = [], 0, 0
+    for _, _, before, tokens in tokenize(read_texts(paths), args):
+        parts.append(tokens[is_held_out(before, len(tokens), args)])
+        n_val, n = n_val + len(parts[-1]), before + len(tokens)
+        if n > n_val == args.val_tokens:
+            break
+    yield np.concatenate(parts or [[]]), {'exhausted': n == n_val}
 
 
 def cut_shards(documents, args, meta):
     """Yields the tokens (n,) of each shard, and where the next one starts: at which token of a document."""
     parts, n = [], 0  # of this shard, and how many tokens that is
-    start = meta['used']  # in the first document: what is before it is in earlier shards
-    for file, row, _, tokens in documents:
-        while start < len(tokens):
+    used = meta['used']  # tokens of the first document: they are in earlier shards
+    for file, row, before, tokens in documents:
+        if args.source == 'local':
+            tokens = tokens[~is_held_out(before, len(tokens), args)]
+        while used < len(tokens):
             size = min(args.shard_tokens, args.tokens - meta['tokens']) if meta['shards'] else args.val_tokens
             if n == size:
-                yield np.concatenate(parts), {'file': file, 'row': row, 'used': start}
+                yield np.concatenate(parts), {'file': file, 'row': row, 'before': before, 'used': used}
                 parts, n = [], 0
             else:
-                parts.append(tokens[start:start + size - n])
-                n, start = n + len(parts[-1]), start + len(parts[-1])
-        start = 0
-    check(parts and meta['shards'], 'all is for val: give more documents or fewer --val_tokens')
-    yield np.concatenate(parts), {'exhausted': True}
-
-
-def write_shard(path, tokens):
-    """Writes `tokens` (n,) uint16, n < 2^31, as one shard, atomically."""
-    header = np.array([20240520, 1, len(tokens)] + [0] * 253, '<i4')
-    save(header.tobytes() + tokens.astype('<u2', casting='safe').tobytes(), path)
+                parts.append(tokens[used:used + size - n])
+                n, used = n + len(parts[-1]), used + len(parts[-1])
+        used = 0
+    yield np.concatenate(parts or [[]]), {'exhausted': True}
 
 
 def fetch_shards(args, meta):
@@ -197,60 +198,56 @@ def main(argv=None):
     args.out = args.out or ('data/stdlib' if args.source == 'stdlib' else 'data/fineweb')
     names = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'}
     args.name = args.name or names.get(args.source)
-    paths = stdlib_files() if args.source == 'stdlib' else local_files(args.files) if local else []
-    if args.source == 'stdlib' and args.val_tokens == parser.get_default('val_tokens'):
-        args.val_tokens = min(args.val_tokens, sum(map(os.path.getsize, paths)) // 2)  # a small Python: half
+    if args.source == 'stdlib':
+        paths = stdlib_files()
+        if args.val_tokens == parser.get_default('val_tokens'):  # a small Python: half
+            args.val_tokens = min(args.val_tokens, sum(map(os.path.getsize, paths)) // 2)
     check(max(args.val_tokens, args.shard_tokens) < 2**31, 'a shard has less than 2^31 tokens')
 
     # what the shards depend on: the same command finds it in meta.json and resumes
     settings = {key: value for key, value in vars(args).items() if key not in ('out', 'tokens', 'workers')}
     settings['vocab_size'] = {'gpt2': 50257, 'bytes': 257}[args.tokenizer]
     if local:
+        paths = golden_order(local_files(args.files))
         stats = repr([(os.path.getsize(path), os.path.getmtime(path)) for path in paths])
         settings['found'] = f'{len(paths)} files ({hashlib.sha256(stats.encode()).hexdigest()[:16]})'
-    meta = {**settings, 'shards': int(local), 'tokens': 0, 'val': 0, 'file': 0, 'row': 0, 'used': 0}
+        settings['held_out'] = f'{HELD} of every {OF} tokens'
+    meta = {**settings, 'shards': 0, 'tokens': 0, 'file': 0, 'row': 0, 'before': 0, 'used': 0}
     meta_path = f'{args.out}/meta.json'
     if glob.glob(SHARD.format('*'), root_dir=args.out):
-        meta = read_json(meta_path)
-        other = [f'{key}={meta.get(key)!r}' for key in settings if meta.get(key) != settings[key]]
+        saved = read_json(meta_path)
+        other = [f'{key}={saved.get(key)!r}' for key in settings if saved.get(key) != settings[key]]
         check(not other, f'{meta_path} was made with {", ".join(other)}; choose another --out')
+        meta |= saved
     if meta.get('exhausted') or meta['tokens'] >= args.tokens:
-        if meta.get('finished') is False:  # it was stopped on the way to more --tokens
-            save(meta | {'finished': True}, meta_path)
-        return print(f'{args.out} is done: {meta["tokens"]:,} training tokens')
+        return print(f'{args.out} is done: {meta["tokens"]:,} tokens ({args.tokenizer}) to train on')
 
-    val_path = f'{args.out}/{args.source}_val_000000.bin'
+    if args.source == 'fineweb':
+        from datasets import load_dataset_builder  # takes a second
+        builder = load_dataset_builder('HuggingFaceFW/fineweb', args.name, revision=meta.get('revision'))
+        paths = golden_order(sorted(builder.config.data_files['train']))
+        meta['revision'] = re.search('@(.*?)/', paths[0])[1]  # the commit, for all that is read later
     if args.source == 'pretokenized':
         shards = fetch_shards(args, meta)
     else:
-        if args.source == 'fineweb':
-            from datasets import load_dataset_builder  # takes a second
-            builder = load_dataset_builder('HuggingFaceFW/fineweb', args.name, revision=meta.get('revision'))
-            paths = golden_order(sorted(builder.config.data_files['train']))
-            meta['revision'] = re.search('@(.*?)/', paths[0])[1]  # the commit, for all that is read later
-        documents = tokenize(read_texts(paths, meta['file'], meta['row']), args)
-        if local:
-            val = [read_shard(val_path, 0, meta['val'])] if meta['val'] else []
-            documents = hold_out(documents, val, args, meta)
+        documents = tokenize(read_texts(paths, meta['file'], meta['row']), args, meta['before'])
         shards = cut_shards(documents, args, meta)
+        if local and not meta['shards']:
+            shards = itertools.chain(hold_out(paths, args), shards)
 
     with lock_folder(args.out):
-        meta.update(eot=settings['vocab_size'] - 1, finished=False)
         save(meta, meta_path)
         for shard, position in shards:
+            check(meta['shards'] or not position.get('exhausted'), 'all is for val: fewer --val_tokens?')
             name = f'train_{meta["shards"] - 1:06d}' if meta['shards'] else 'val_000000'
-            if local:  # a kill after this leaves more val tokens than meta.json says
-                write_shard(val_path, np.concatenate(val))
             if args.source != 'pretokenized':
-                write_shard(f'{args.out}/{args.source}_{name}.bin', shard)
+                header = np.array([20240520, 1, len(shard)] + [0] * 253, '<i4')
+                save(header.tobytes() + shard.astype('<u2').tobytes(), f'{args.out}/{args.source}_{name}.bin')
             meta['tokens'] += len(shard) if meta['shards'] else 0
             meta.update(position, shards=meta['shards'] + 1)
-            meta['finished'] = meta.get('exhausted', False) or meta['tokens'] >= args.tokens
             save(meta, meta_path)
-            n_val = sum(map(shard_length, glob.glob(f'{glob.escape(args.out)}/{SHARD.format("val")}')))
-            ends = f', the end of each of {meta["few"]} documents' if meta.get('few') else ''
-            print(f'{args.out}: {n_val:,} val tokens{ends}; {meta["tokens"]:,} training tokens', flush=True)
-            if meta['finished']:
+            print(f'{name}: {len(shard):,} tokens ({args.tokenizer}); train: {meta["tokens"]:,}', flush=True)
+            if meta['tokens'] >= args.tokens:
                 break
 
 
