@@ -420,7 +420,8 @@ def lrs(tmp_path):
         lines += [f'baseline,16M,0,10.83,{i},{loss}' for i, loss in enumerate(losses, 1)]
         (tmp_path / 'losses.csv').write_text('\n'.join(lines))
         runs, _ = read_runs(tmp_path / 'losses.csv')
-        row, = learning_rate_sensitivity(runs).itertuples()
+        rows, _ = learning_rate_sensitivity(runs)
+        row, = rows.itertuples()
         return row.lrs, row.lrs_n1
     return of
 
