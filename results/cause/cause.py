@@ -1,6 +1,6 @@
 """
 Why a mean logit grows: BF16 rounds the logits' gradient with a bias. Small models on a CPU -> the csv files
-beside this one, README.md's numbers in the terminal, two figures. What has a line in a csv is skipped.
+beside this one, README.md's numbers in the terminal, and figure.png. What has a line in a csv is skipped.
 
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib
     python prepare_fineweb.py --source=stdlib --val_tokens=1e6 --out=data/stdlib_gpt2
@@ -34,21 +34,21 @@ USUAL = ('--size=tiny --device=cpu --threads=1 --dtype=float32 --logits_dtype=bf
          '--eval_tokens=512 --test_tokens=32768')
 GPT2 = '--data=data/stdlib_gpt2 --steps=200 --test_tokens=16384'
 THREE = ['BF16 | BF16', 'BF16 | BF16, b taken out', 'BF16 | BF16, b turned round']  # logits | their gradient
-OTHERS = ['BF16 | at random', 'BF16 | fp32', 'fp32 | BF16', 'fp32 | BF16, b taken out', 'fp32 | fp32']
-PLANTED = ['57', '187', '1000', '331 --logits_dtype=float32', '1000 --logits_dtype=float32',
+PLANTED = ['57', '187', '1000', '1000 --logits_dtype=float32',
            '57 --method=soft_capping', '187 --method=soft_capping', '331 --method=mu_centering',
-           '331 --method=centered_head', *[f'331 --method=z_loss --lam={lam}' for lam in ('1e-7', '1e-6', '1e-5', '1e-4')],
-           '331 --steps=1500 --min_lr=1e-2 --warmup=15 --log_every=20']  # the last: a constant rate
-TOKENS = [('tokens', f'{n}, lr {lr}', f'--block_size={n // 4} --lr={lr}')
-          for lr in (0.01, 0.003) for n in (416, 448, 480, 512, 640, 768)]
-CASES = [*[('rounding', case, '') for case in THREE + OTHERS],  # table, case, flags
-         *[('loss times', c, '--grad_clip=0') for c in CONSTANTS], *TOKENS[:6],
-         ('bias', 'bytes | fp32 | fp32', '--mu_shift=0'), ('bias', 'bytes, planted | BF16 | fp32', ''),
-         *[('planted', flags, f'--mu_shift={flags}') for flags in PLANTED[:-1]],
-         *[('V = 50,304', f'{n}', f'--block_size={n // 4} {GPT2}') for n in (384, 448, 512)], *TOKENS[6:],
-         *[('creep', arm, '') for arm in ARMS],
-         ('bias', 'GPT-2 | fp32 | fp32', f'{GPT2} --mu_shift=0'), ('bias', 'GPT-2, planted | BF16 | fp32', GPT2),
-         ('planted', PLANTED[-1], f'--mu_shift={PLANTED[-1]}')]
+           '331 --method=centered_head', '331 --method=z_loss --lam=1e-7', '331 --method=z_loss --lam=1e-6',
+           '331 --method=z_loss --lam=1e-5', '331 --method=z_loss --lam=1e-4',
+           '331 --steps=1500 --min_lr=1e-2 --warmup=15 --log_every=20']  # at a constant rate
+CASES = [  # table, case, flags
+    *[('rounding', case, '') for case in [*THREE, 'BF16 | at random', 'BF16 | fp32', 'fp32 | BF16',
+                                          'fp32 | BF16, b taken out', 'fp32 | fp32']],
+    *[('loss times', c, '--grad_clip=0') for c in CONSTANTS],
+    *[('tokens', f'{n}, lr {lr}', f'--block_size={n // 4} --lr={lr}')
+      for lr in (0.01, 0.003) for n in (416, 448, 480, 512, 640, 768)],
+    ('bias', 'bytes | fp32 | fp32', '--mu_shift=0'), ('bias', 'bytes, planted | BF16 | fp32', ''),
+    *[('V = 50,304', f'{n}', f'--block_size={n // 4} {GPT2}') for n in (384, 448, 512)],
+    *[('planted', flags, f'--mu_shift={flags}') for flags in PLANTED], *[('creep', arm, '') for arm in ARMS],
+    *[('random', scale, '') for scale in ('2', '3', '4')]]
 BINS = (0, 2.6, 3.5, 4.5, 5.5, 7, 9, 12)  # of the losses along a run
 # BF16 has the same digits at every power of two: N = m 2^k is as N = m, and the loss times c as N = 1 / c.
 DIVISORS = {'2^k': 1, **{f'{m} x 2^k': m for m in (3, 5, 7, 13, 15)},
@@ -94,7 +94,7 @@ def run(table, case, flags, seed):
         if table == 'bias':
             b.append(torch.stack([*bias_of(g.flatten(0, 1) * g[..., 0].numel())]))
         else:
-            b.append((g.to(BF16).float() - g).double().sum().item())
+            b.append((g.to(BF16).float() - g).sum().item())
 
     def seen_head(h, E, config):
         changed = table in ('rounding', 'bias')
@@ -115,10 +115,23 @@ def run(table, case, flags, seed):
         log = pd.read_json(f'{out}/log.jsonl', lines=True)
     steps = log.dropna(subset='loss')
     if table == 'bias':
-        return along(steps.loss.to_numpy(), torch.stack(b))
+        return list(along(steps.loss.to_numpy(), torch.stack(b)))
     return [{'test_loss': log.test_loss.iloc[-1], 'log_z': log_z[-1], 'b_first_30': np.mean(b[:30]),
              'b': np.mean(b), **steps[['mu_norm', 'logit_mean_spread', 'logit_mean']].iloc[-1].to_dict(),
              'logit_mean_of_steps': ' '.join(f'{x:.4g}' for x in steps.logit_mean)}]
+
+
+def of_random(table, scale, flags, seed, V=50304, n=1000):
+    """b of softmaxes of normal logits of a standard deviation, the targets drawn from them -> as run."""
+    torch.manual_seed(seed)
+    b, losses = [], []
+    for _ in range(n // 50):
+        g = (float(scale) * torch.randn(50, V)).softmax(dim=1)
+        at = torch.arange(50), torch.multinomial(g, 1)[:, 0]
+        losses.append(-g[at].log().mean().item())
+        g[at] -= 1
+        b.append(torch.stack([*bias_of(g)]))
+    return list(along(np.full(len(b), np.mean(losses)), torch.stack(b)))
 
 
 def along(losses, b):
@@ -191,13 +204,15 @@ def natural(gain, V=256, H=32, N=16384, lr=0.3, every=50):
             out.backward(g @ E)
             if step % every == 0:
                 norms, mean = h.square().sum(dim=1), logits.mean(dim=0)
-                rows.append([gain, seed, arm, step, np.mean(b[-every:]), *torch.stack((
-                    F.cross_entropy(logits, x[i]), logits.logsumexp(dim=1).mean(), mean.mean(), mean @ f,
-                    norms.sqrt().mean(), h.mean(dim=0).square().sum() / norms.mean())).tolist()])
+                h_norm, share = norms.sqrt().mean(), h.mean(dim=0).square().sum() / norms.mean()
+                predicted = -lr * sum(b) * N ** 0.5 / f.sqrt().sum() * h_norm * H ** 0.5 * share  # as creep
+                numbers = F.cross_entropy(logits, x[i]), logits.logsumexp(dim=1).mean(), mean.mean(), mean @ f
+                rows.append([gain, seed, arm, step, np.mean(b[-every:]),
+                             *(x.item() for x in (*numbers, h_norm, share, predicted))])
             optimizer.param_groups[0]['lr'] = lr * min(1, step / 50)
             optimizer.step()
-        names = 'gain seed arm step b loss log_z logit_mean logit_mean_f h_norm share'
-        append([dict(zip(names.split(), row, strict=True)) for row in rows], 'natural')
+        names = 'gain seed arm step b loss log_z logit_mean logit_mean_f h_norm share predicted'
+        append(pd.DataFrame(rows, columns=names.split()), 'natural')
 
 
 # -------- all of it
@@ -207,46 +222,48 @@ def append(rows, name):
     pd.DataFrame(rows).to_csv(path, mode='a', header=not path.exists(), index=False, float_format='%.5g')
 
 
-def job(what):
-    """A worker's task -> the name of a csv file, and new rows."""
-    torch.set_num_threads(1)
-    rows = creep(*what) if what[0] == 'creep' else run(*what)
-    rows = [{'table': what[0], 'case': what[1], 'seed': what[3], **row} for row in rows]
-    return rows, what[0] if what[0] in ('bias', 'creep') else 'runs'
-
-
 def run_all():
-    """All that has no line yet, in two processes."""
-    lines = [pd.read_csv(path, dtype=str) for path in HERE.glob('[bcr]*.csv')]
+    """All that has no line yet, in two processes of one thread."""
+    lines = [pd.read_csv(path, dtype=str) for path in HERE.glob('[bcr]*.csv')]  # bias, creep, runs
     done = {key for x in lines for key in zip(x.table, x.case, x.seed, strict=True)}
-    jobs = [(*case, seed) for case in CASES for seed in SEEDS if seed == 1 or 'GPT-2' not in case[1]]
-    with Pool(2, maxtasksperchild=1) as pool:
-        for result in pool.imap_unordered(job, [x for x in jobs if (*x[:2], str(x[3])) not in done]):
-            append(*result)
+    jobs = [(*case, seed) for case in CASES for seed in SEEDS if (*case[:2], str(seed)) not in done]
+    work = {'creep': (creep, 'creep'), 'random': (of_random, 'bias'), 'bias': (run, 'bias')}
+    with Pool(2, torch.set_num_threads, [1], maxtasksperchild=1) as pool:
+        results = [pool.apply_async(work.get(job[0], (run, 'runs'))[0], job) for job in jobs]
+        for (table, case, _, seed), rows in zip(jobs, results, strict=True):
+            rows = [{'table': table, 'case': case, 'seed': seed, **row} for row in rows.get()]
+            append(rows, work.get(table, (run, 'runs'))[1])
 
 
 def report():
-    """README.md's numbers in the terminal, format.csv and the figures."""
+    """README.md's numbers in the terminal, format.csv and figure.png."""
     pd.set_option('display.width', 250, 'display.max_rows', 999, 'display.max_columns', 99)
     p = 2.0 ** (torch.arange(-14, 0)[:, None] + (torch.arange(100000, dtype=torch.float64) + 0.5) / 100000)
-    by_format = {name: x[0].view(p.shape).mean(dim=1).numpy() for name, x in
-                 zip(DIVISORS, bias_of(p.view(-1, 1) - 1), strict=True)}  # p_t spread over each octave
-    pd.DataFrame(by_format, range(-14, 0)).to_csv(HERE / 'format.csv', index_label='log2 p_t', float_format='%.3g')
-    runs, b, creeps, free = (pd.read_csv(HERE / f'{name}.csv') for name in ('runs', 'bias', 'creep', 'natural'))
-    print(runs.pivot(index=['table', 'case'], columns='seed', values=['logit_mean', 'test_loss', 'log_z', 'b']))
-    print(b.groupby(['case', 'n', pd.cut(b.loss, BINS)])[['b', 'error']].mean().unstack().dropna(axis=1, how='all'))
-    for x, name, by in ((creeps, 'logit_mean', ['seed']), (free, 'log_z', ['gain', 'step', 'seed'])):
-        x['moved'] = x[name] - x[by].merge(x[x.arm == 'exact'], on=by)[name]  # from where it is without BF16
-        print(x.pivot_table(['moved', 'b', 'predicted', 'h_norm'], by, 'arm'))
-    figure, ax = plt.subplots(figsize=(6, 3.6), layout='constrained')
-    for color, (case, lines) in enumerate(runs[runs.case.isin(THREE)].groupby('case', sort=False)):
-        for line in lines.logit_mean_of_steps.str.split():
-            ax.plot([1, *range(10, 301, 10)], [float(x) for x in line], f'C{color}', label=case)
-    figure.savefig(HERE / 'figure.png', dpi=140)
+    parts = [x[0].view(p.shape).mean(dim=1).tolist() for x in bias_of(p.view(-1, 1) - 1)]  # by octaves of p_t
+    by_format = pd.DataFrame(dict(zip(DIVISORS, parts, strict=True)), range(-14, 0))
+    by_format.to_csv(HERE / 'format.csv', index_label='log2 p_t', float_format='%.3g')
+    runs, bias, creeps, free = (pd.read_csv(HERE / f'{x}.csv') for x in ('runs', 'bias', 'creep', 'natural'))
+    bias['loss'], creeps['arm'] = pd.cut(bias.loss, BINS), creeps['case']
+    print(runs.pivot(index=['table', 'case'], columns='seed', values=['logit_mean', 'test_loss', 'log_z']))
+    print(bias.pivot_table(['b', 'error', 'b_target'], ['case', 'n'], 'loss', observed=True))
+    for x, by in ((creeps, ['seed']), (free, ['gain', 'seed', 'step'])):
+        for name in {'log_z', 'logit_mean', 'logit_mean_f'} & set(x):  # how far it is from where fp32 has it
+            x[f'{name} moved'] = x[name] - x[by].merge(x[x.arm == 'exact'], on=by, how='left')[name]
+    print(creeps)
+    print(free.pivot(index=by, columns='arm', values=['log_z moved', 'logit_mean_f moved', 'predicted', 'b']))
+
+    figure, ax = plt.subplots(figsize=(7, 3.8), layout='constrained')
+    for i, (case, name) in enumerate(zip(THREE, ('BF16', 'b taken out', 'b turned round'), strict=True)):
+        lines = runs[runs.case == case].logit_mean_of_steps.str.split(expand=True).astype(float).T
+        ax.plot([1, *range(10, 301, 10)], lines, f'C{i}', label=[name, None, None])
+    ax.set(xlabel='step', ylabel='mean logit', title='a planted vector of norm 331, three seeds each')
+    ax.legend(loc='center right')
+    figure.savefig(HERE / 'figure.png', dpi=110)
 
 
 if __name__ == '__main__':
-    if sys.argv[1:] == ['natural']:
+    if sys.argv[1:] == ['natural'] and not (HERE / 'natural.csv').exists():
         with Pool(2, torch.set_num_threads, [1]) as pool:
             pool.map(natural, [True, False])
     run_all()
+    report()
