@@ -1,10 +1,12 @@
 """README.md: its commands, added method, sample of a model, its lines for one's own loop."""
+import copy
 import functools
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +26,12 @@ from test_facts import close, generator, normal
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 PROGRAMS = {'train': train, 'prepare_fineweb': prepare_fineweb, 'analyze': analyze}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
+CODE = [block or span for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', README, re.S)]
+
+
+def code(mark):
+    """README's first block of Python, or code in a line, that holds `mark`."""
+    return next(code for code in CODE if mark in code)
 
 
 def test_adding_a_method(tmp_path, monkeypatch):
@@ -60,126 +68,119 @@ def test_commands():
 
 def test_sample(corpus, tmp_path, monkeypatch, capsys):
     """Of the model that the command trains. In this corpus too, token 256 begins each document."""
-    code = re.search(r'```python\n([^`]*?from model import .*?)```', README, re.S)[1]
-    out = re.search(r"'(.*)/model\.pt'", code)[1]
+    sample = code('from model import')
+    out = re.search(r"'(.*)/model\.pt'", sample)[1]
     assert f' --out={out}\n' in README
     monkeypatch.chdir(tmp_path)
     train.main([*SMALL, f'--data={corpus}', f'--out={out}', '--steps=1', '--block_size=256'])
     capsys.readouterr()
     names = {}
-    exec(code, names)
+    exec(sample, names)
     assert torch.equal(names['gpt'].E, names['saved']['model']['lm_head.weight'])
     assert names['logits'].shape == (256,) and len(names['text']) == 201
     assert capsys.readouterr().out == bytes(names['text'][1:]).decode(errors='replace') + '\n'
 
 
 # -------- the lines for one's own loop
-BLOCK = re.search(r'```python\n(import torch\n.*?)```', README, re.S)[1]
-FUNCTIONS, HOOK, PENALTY, CHECK = re.split(r'\n(?=optimizer\.|add_mu_loss|print)', BLOCK)
-NAMES = {'V': 61, 'lam': 0.3}
-exec(FUNCTIONS, NAMES)
-center = NAMES['center']
-adamw = functools.partial(torch.optim.AdamW, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+HEAD = code('class CenteredHead')
+FUNCTIONS, HOOK, PENALTY, CHECK = re.split(r'\n(?=# )', code('def center'))
+METHODS = ('centered_head', 'mu_centering', 'mu_loss')
+TOKENS = torch.arange(61)[None]
+same = functools.partial(close, rtol=0, atol=1e-12)
 
 
-class LM(torch.nn.Module):
-    """A bigram model in float64, tokens (B, T) -> logits (B, T, 61)."""
-
-    def __init__(self, tied=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.wte, self.mlp = torch.nn.Embedding(61, 16), torch.nn.Linear(16, 16)
-        self.lm_head = torch.nn.Linear(16, 61, bias=False)
-        if tied:
-            self.wte.weight = self.lm_head.weight
-        self.double()
-
-    def forward(self, tokens):
-        return self.lm_head(self.mlp(self.wte(tokens)).tanh())
+def run(lines, **names):
+    """Runs lines of README, with `names` -> all names after it."""
+    names = {'torch': torch, 'F': F, 'dist': dist, 'group': None, 'V': 61, 'lam': 0.3, **names}
+    exec(f'{FUNCTIONS}\n{lines}', names)
+    return names
 
 
-def losses(model, i, reduction='mean'):
-    """Of sequence i, 16 tokens, whose successor is the next number."""
-    tokens = torch.randint(61, (1, 16), generator=generator(i))
-    return F.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() + 1) % 61, reduction=reduction)
+def language_model(tied=False):
+    """A bigram model in float64, tokens (B, T) -> logits (B, T, 61), whose output embeddings have a mean."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(OrderedDict(
+        wte=torch.nn.Embedding(61, 16), mlp=torch.nn.Linear(16, 16), tanh=torch.nn.Tanh(),
+        lm_head=torch.nn.Linear(16, 61, bias=False))).double()
+    model.lm_head.weight.data += 1
+    if tied:
+        model.wte.weight = model.lm_head.weight
+    return model
 
 
 def largest_mean_logit(logits):
     """What README's line that checks prints."""
-    return eval(CHECK, {'logits': logits, 'print': torch.Tensor.item})
+    return eval(CHECK.splitlines()[1], {'logits': logits, 'print': torch.Tensor.item})
 
 
-def train_by_the_equations(model, method):
-    """Two steps of four sequences, clipped: mu-loss in the loss, by autograd, centering after the step."""
-    optimizer, E = adamw(model.parameters()), model.lm_head.weight
-    for step in range(2):
-        loss = sum(losses(model, 4 * step + i) for i in range(4)) / 4
-        penalty = 0.3 * E.mean(dim=0).square().sum() if method == 'mu_loss' else 0
-        (loss + penalty).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        if method == 'mu_centering':
-            E.data -= E.data.mean(dim=0)
-        optimizer.zero_grad()
-    return model
-
-
-def train_with_the_lines(raw_model, method, model, rank, world, sums=False):
-    """The same in micro-batches of one sequence, with a GradScaler; `sums`: divided by the tokens later."""
-    optimizer, scaler = adamw(raw_model.parameters()), torch.amp.GradScaler('cpu')
-    if method == 'mu_centering':
-        exec(HOOK, {**NAMES, 'optimizer': optimizer, 'model': raw_model})
+def trained(method, tied, lines, wrap=lambda model: model, rank=0, world=1):
+    """A model after two clipped steps of four micro-batches, with README's lines or by the equations."""
+    raw_model = language_model(tied)
+    if lines and method == 'centered_head':
+        run(HEAD, model=raw_model)
+    model = wrap(raw_model)
+    optimizer = torch.optim.AdamW(raw_model.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    scaler = torch.amp.GradScaler('cpu')
+    if lines and method == 'mu_centering':
+        run(HOOK, optimizer=optimizer, model=raw_model)
     for step in range(2):
         for i in range(rank, 4, world):
-            loss = losses(model, 4 * step + i, 'sum') if sums else losses(model, 4 * step + i) * world / 4
+            tokens = torch.randint(61, (1, 16), generator=generator(4 * step + i))
+            loss = F.cross_entropy(model(tokens)[0], (tokens[0] + 1) % 61) * world / 4
+            if not lines and method == 'mu_loss':
+                loss = loss + 0.3 / 4 * raw_model.lm_head.weight.mean(dim=0).square().sum()
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        for p in raw_model.parameters() if sums else ():
-            p.grad /= 4 * 16
-        if method == 'mu_loss':
-            exec(PENALTY, {**NAMES, 'model': raw_model})
+        if lines and method == 'mu_loss':
+            run(PENALTY, model=raw_model)
         torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
+        if not lines and method == 'mu_centering':
+            raw_model.lm_head.weight.data -= raw_model.lm_head.weight.data.mean(dim=0)
         optimizer.zero_grad()
+    return raw_model
 
 
-def assert_trained_alike(model, method, tied):
-    reference = train_by_the_equations(LM(tied), method)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        close(p.full_tensor() if hasattr(p, 'full_tensor') else p, q, rtol=0, atol=1e-12)
+def check_lines(method, tied, *ranks):
+    model = trained(method, tied, True, *ranks)
+    for p, q in zip(model.parameters(), trained(method, tied, False).parameters(), strict=True):
+        same(p.full_tensor() if hasattr(p, 'full_tensor') else p, q)
+    return model
 
 
-@pytest.mark.parametrize('method', ['mu_centering', 'mu_loss'])
-@pytest.mark.parametrize('sums, tied', [(False, False), (False, True), (True, False)])
-def test_one_process(method, sums, tied):
-    model = LM(tied)
-    train_with_the_lines(model, method, model, rank=0, world=1, sums=sums)
-    assert_trained_alike(model, method, tied)
-    logits = model(torch.arange(61)[None])
-    assert (largest_mean_logit(logits) < 1e-6) == (method == 'mu_centering')
+@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize('tied', [False, True])
+def test_one_process(method, tied):
+    logits = check_lines(method, tied)(TOKENS)
+    assert (largest_mean_logit(logits) < 1e-6) == (method != 'mu_loss')
 
 
 def two_ranks(argv):
-    """DDP, and FSDP2 with shards of unequal length, which shards the head in three ways."""
+    """DDP, and FSDP2 with shards of unequal length, with the head in a group of its own or not."""
     from torch.distributed.fsdp import fully_shard  # takes a second
 
     def head_first(model):
         fully_shard(model.lm_head)
         return fully_shard(model)
     dist.init_process_group('gloo')
-    resharded = functools.partial(fully_shard, reshard_after_forward=True)
-    wraps = [*product((DDP, fully_shard, resharded), (False, True)), (head_first, False)]
-    for (wrap, tied), method in product(wraps, ('mu_centering', 'mu_loss')):
-        raw_model = LM(tied)
-        train_with_the_lines(raw_model, method, wrap(raw_model), dist.get_rank(), world=2)
-        assert_trained_alike(raw_model, method, tied)
+    rank = dist.get_rank()
+    wraps = *product((DDP, fully_shard), (False, True)), (head_first, False)
+    for (wrap, tied), method in product(wraps, METHODS):
+        check_lines(method, tied, wrap, rank, 2)
 
-    # Megatron's vocabulary shards
-    E = normal(generator(0), 61, 16) + 1
-    shard = E.split(31)[dist.get_rank()].clone()
-    exec(re.search('`(mu = E.sum.*?)`', README)[1], {**NAMES, 'E': shard, 'dist': dist, 'group': None})
-    close(shard, (E - E.mean(dim=0)).split(31)[dist.get_rank()], rtol=0, atol=1e-12)
+    # rows of E on each rank; G is a gradient of logits: as cross entropy's it sums to 0 over the vocabulary
+    h, E, G = (normal(generator(0), *shape) + 1 for shape in ((5, 16), (61, 16), (5, 61)))
+    G -= G.mean(dim=1, keepdim=True)
+    mu, mine = E.mean(dim=0), slice(31 * rank, 31 * rank + 31)
+    same(run(code('E -= mu / V'), E=E[mine].clone())['E'], (E - mu)[mine])
+    shard = E[mine].clone().requires_grad_()
+    logits = run(code('E.detach()'), h=h.requires_grad_(), E=shard)['logits']
+    logits.backward(G[:, mine])
+    dist.all_reduce(h.grad)
+    same(logits, (h @ (E - mu).T)[:, mine])
+    same(h.grad, G @ E)
+    same(shard.grad, (G.T @ h)[mine])
     dist.destroy_process_group()
 
 
@@ -188,23 +189,49 @@ def test_two_ranks(tmp_path):
         finish(started, 0)
 
 
-def test_refused():
-    """A shard of the rows, a matrix stored (H, V), one of the head's two matrices, a flat shard of FSDP1."""
+def test_line():
+    """The baseline's softmax, with a bias too, and where BF16 would round a large mean logit."""
+    h, E, b = (normal(generator(0), *shape) + 1 for shape in ((5, 16), (61, 16), (61,)))
+    lines = code('F.linear(h, E - ').splitlines()
+    for line, bias in zip(lines, (0, b), strict=True):
+        logits = run(line, h=h, E=E, b=b)['logits']
+        same(logits.softmax(dim=1), (h @ E.T + bias).softmax(dim=1))
+        assert largest_mean_logit(logits) < 1e-6
+    E += 331 / 4  # of that norm
+    with torch.autocast('cpu', torch.bfloat16):
+        logits = run(lines[0], h=h.float(), E=E.float())['logits']
+    close(logits.double().softmax(dim=1), (h @ E.T).softmax(dim=1), rtol=0, atol=0.02)
+
+
+def test_refused_shards():
+    """A shard of the rows, a matrix stored (H, V), one of the head's two matrices, a flat shard."""
     E = normal(generator(0), 61, 16)
-    before = E.clone()
-    for wrong in (E[:31], E.T, E[:60], E.flatten()):
-        with pytest.raises(ValueError, match='61'):
-            center(wrong, 61)
-    assert torch.equal(E, before)
+    lines = ('center(E, V)', 'add_mu_loss_gradient(E, V)')
+    for line, wrong in (*product(lines, (E[:31], E.T, E[:60], E.flatten())), (code('E -= mu'), E.flatten())):
+        with pytest.raises(AssertionError):
+            run(line, E=wrong)
 
 
-def test_bias_and_lora():
-    """A head bias has a mean of its own, and so has the B of an adapter: each is centered by itself."""
-    shapes = ((61, 16), (61, 2), (61,), (2, 16), (5, 16))
-    E, B, bias, A, h = (normal(generator(0), *shape) + 1 for shape in shapes)
-    before = (h @ (E + B @ A).T + bias).softmax(dim=1)
-    for part in (E, B, bias):
-        assert largest_mean_logit(h @ (E + B @ A).T + bias) > 0.5
-        center(part, 61)
-    assert largest_mean_logit(h @ (E + B @ A).T + bias) < 1e-6
-    close((h @ (E + B @ A).T + bias).softmax(dim=1), before, rtol=0, atol=1e-12)
+@pytest.mark.parametrize('kind', ['untied', 'tied', 'lora'])
+def test_transformers(kind):
+    """A Llama and its copies have the same loss and gradients with the line; with LoRA on the head too."""
+    tf = pytest.importorskip('transformers')
+    peft = pytest.importorskip('peft') if kind == 'lora' else None
+    models, config = [], dict(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                              num_attention_heads=2, tie_word_embeddings=kind == 'tied')
+    for head, lora in (('', ''), (HEAD, code('].__class__ ='))):
+        torch.manual_seed(0)
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**config)).double()
+        model.lm_head.weight.data += 1
+        names = run(head, model=model)
+        model = copy.deepcopy(model)
+        if kind == 'lora':
+            adapter = peft.LoraConfig(target_modules=['lm_head'], init_lora_weights=False)
+            model = peft.get_peft_model(model, adapter)
+            run(lora, **{**names, 'model': model})
+        out = model(input_ids=TOKENS, labels=TOKENS)
+        out.loss.backward()
+        models.append(model)
+    assert largest_mean_logit(out.logits) < 1e-5
+    for p, q in zip(*([p for p in m.parameters() if p.requires_grad] for m in models), strict=True):
+        close(p.grad, q.grad, rtol=1e-3, atol=1e-5)  # parts of it are in fp32

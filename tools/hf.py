@@ -1,8 +1,15 @@
 """
-The paper's quantities of causal language models that others trained, what BF16 costs each of them now, and
-what would help it. No code that comes with a model is run.
+The paper's quantities of causal language models that others trained, what BF16 logits cost each of them now,
+and what would help it. No code that comes with a model is run.
 
-    python -m tools.hf MODEL ...   # folders, or names on the hub: NAME or NAME@REVISION
+    python -m tools.hf MODEL ...  # NAME or NAME@REVISION of the hub, or folders, with their tokenizers
+
+e: the output embedding of a token; mu: the mean of all V; h: the hidden state of a position, in the dtype of
+the file. mean_share: V |mu|^2 / sum |e|^2. r_emb: |e - mu| / |e|. logit_mean, _std, _absmax: mean, standard
+deviation and largest size of the BF16 logits of a position; _spread: how their mean varies. r_log, r_cos: the
+largest |e . h| or |cosine| with e - mu, over that with e. bf16, fp32: cross entropy in nats with such logits;
+cost: their difference; estimate: what rounding at such mean logits should cost (results/mean_logit);
+bf16_centered: with the logits (e - mu) . h, which under a cap is another model.
 """
 import argparse
 import os
@@ -14,22 +21,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
-from model import GPTConfig, head_logits, head_loss, summarize
+from model import GPTConfig, bf16_cost, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
-from tools import report
 from train import check, number
 
 WINDOW, PIECE = 1024, 2**18  # tokens, and characters of a text that are tokenised at a time
 COST = 0.005  # nats: where BF16 logits cost less, there is nothing to mend
 MASKS = ('.attn.bias', '.attention.bias', '.masked_bias', '.causal_mask')  # in old files; they are no weights
-CAPTION = (
-    'e: the output embedding of a token; μ: the mean of all V; h: the hidden state of a position, in the '
-    'dtype of the file. mean_share: V‖μ‖² / Σ‖e‖². r_emb: ‖e - μ‖ / ‖e‖. logit_mean, _std, _absmax: mean, '
-    'standard deviation, largest size of the BF16 logits of a position; _spread: how their mean varies; '
-    'all_equal: share of the positions where they are all one number. r_log, r_cos: the largest |e · h| or '
-    '|cosine| with e - μ, over that with e. bf16, fp32: cross entropy in nats with such logits; cost: their '
-    'difference; estimate: what rounding at such mean logits should cost (results/mean_logit); '
-    'bf16_centered: with e - μ, which under a cap is another model.')
 
 parser = argparse.ArgumentParser(usage='python -m tools.hf MODEL [...] [--flag=value ...]',
                                  description=__doc__, allow_abbrev=False,
@@ -37,43 +35,34 @@ parser = argparse.ArgumentParser(usage='python -m tools.hf MODEL [...] [--flag=v
 add = parser.add_argument
 add('models', nargs='+', metavar='MODEL', help='a folder, NAME or NAME@REVISION')
 add('--text', type=os.path.expanduser, help='like --files of prepare_fineweb.py (default: the stdlib)')
-add('--positions', type=number, default=16384, help='how many to measure (16384); 0: E alone')
-add('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME, or NAME+NAME)')
+add('--positions', type=number, default=16384, help='how many to measure (16384); 0: E alone, no tokenizer')
+add('--out', type=Path, help='a csv file to write as well, with a row for each model')
 
 
-def estimated_cost(mean, spread):
-    """
-    What BF16 logits should cost in nats where the mean logits of the positions are N(mean, spread), by
-    results/mean_logit/README.md: log(sinh(s/2) / (s/2)) for numbers s apart. Of no use above 2,048.
-    """
-    normal = torch.special.ndtri((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
-    size = (mean + spread * normal).abs().clamp(1e-3)
-    half = 2 ** (size.log2().floor() - 8)  # s / 2; BF16 keeps 8 significant bits
-    return (half.sinh() / half).log().mean().item()
+def nats(x):
+    return f'{round(x, 3) + 0:.3f}'  # + 0: never -0.000
 
 
-def verdict(m):
-    """What a row of models.csv says of the model: the facts, and what to do."""
-    facts = (f'{m.model}: {m.tying}, cap {m.cap}, {m.file_dtype}. ‖μ‖ {m.mu_norm:.3g}, squared '
-             f"{m.mean_share:.1%} of the embeddings' mean square")
-    centered = m.mean_share < 0.1 / m.V  # of new random weights it is about 1 / V
-    if 'cost' not in m:
-        return f'{facts}. {"Already centered." if centered else "What BF16 costs was not measured."}'
-    estimate = '' if 'estimate' not in m else f' (estimate: {m.estimate:.3f})'
-    cost = f'BF16 logits cost {m.cost:.3f} nats{estimate}'
-    if m.all_equal > 0.5:
-        advice = 'All BF16 logits of a position are equal: the losses say nothing.'
-    elif centered:
-        advice = f'Already centered: {cost}.'
-    elif m.cost < COST:
+def verdict(row):
+    """What a model's row says of it: the facts, and what to do."""
+    kind = f'{row["tying"]}, cap {row["cap"]}, {row["file_dtype"]}'
+    share = f'‖μ‖ {row["mu_norm"]:.3g}, and ‖μ‖² is {row["mean_share"]:.1%} of the mean ‖e‖²'
+    facts = f'{row["model"]}: {kind}. {share}'
+    if 'cost' not in row:
+        return f'{facts}. What BF16 costs was not measured.'
+    cost = f'BF16 logits cost {nats(row["cost"])} nats'
+    if 'estimate' in row:
+        cost += f' (estimate: {nats(row["estimate"])})'
+    if row['cost'] < COST:
         advice = f'Nothing to mend now: {cost}.'
-    elif m.cap != 'none':
+    elif row['cap'] != 'none':
         advice = f'{cost}: compute them in fp32, as centering would change a capped model.'
-    elif m.tying == 'tied':
-        advice = f'{cost}: train on with μ-loss; to evaluate, center a copy of the head.'
+    elif row['bf16'] - row['bf16_centered'] < COST:
+        advice = f'{cost}: compute them in fp32, as centering would not help.'
     else:
-        advice = f'{cost}: center, and they cost {m.bf16_centered - m.fp32:.3f}.'
-    return f'{facts}; mean logit {m.logit_mean:.3g} ± {m.logit_mean_spread:.2g}. {advice}'
+        after = nats(row['bf16_centered'] - row['fp32'])
+        advice = f'{cost}: serve and train with (e_i - μ) · h, and they cost {after}.'
+    return f'{facts}; mean logit {row["logit_mean"]:.3g} ± {row["logit_mean_spread"]:.2g}. {advice}'
 
 
 def states_and_logits(model, tokens, E):
@@ -109,17 +98,14 @@ def read_text(model, tokenizer, pattern, n):
 
 
 def load(kind, name, **more):
-    """from_pretrained of a class of transformers; what it cannot read is refused in one line."""
+    """from_pretrained of a class of transformers, for a folder, NAME or NAME@REVISION."""
     path, _, revision = (name, '', '') if os.path.isdir(name) else name.partition('@')
-    try:
-        return kind.from_pretrained(path, revision=revision or 'main', trust_remote_code=False, **more)
-    except (ImportError, OSError, ValueError) as error:
-        check(False, f'{name}: {" ".join(str(error).split())} (E alone, --positions=0, needs no tokenizer)')
+    return kind.from_pretrained(path, revision=revision or 'main', trust_remote_code=False, **more)
 
 
 @torch.no_grad()
 def measure_model(name, args):
-    """Loads and measures a model -> its row of models.csv."""
+    """Loads and measures a model -> its row, a dict."""
     model, info = load(AutoModelForCausalLM, name, dtype='auto', output_loading_info=True)
     odd = [key for key in [*info['missing_keys'], *info['unexpected_keys']] if not key.endswith(MASKS)]
     check(not odd, f'{name}: only its files or only the model of transformers has {", ".join(odd[:3])}')
@@ -131,55 +117,53 @@ def measure_model(name, args):
     E = head.weight.float()
     tied = torch.equal(model.get_input_embeddings().weight.float(), E)  # whatever its config says
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
-    bf16, fp32 = (GPTConfig(cap=cap, logits_dtype=dtype) for dtype in ('bfloat16', 'float32'))
-    h, logits = states_and_logits(model, torch.arange(16, device=E.device)[None], E)
-    known = (head_logits(h, E, fp32) - logits[0]).abs().max() <= 1e-5 * logits.abs().max()
     row = {'model': name, 'file_dtype': str(head.weight.dtype).removeprefix('torch.'),
            'tying': 'tied' if tied else 'untied', 'cap': str(cap or 'none'), 'V': len(E), 'H': E.size(1),
            **measure_embeddings(E)}
     if args.positions == 0:
         return row
 
+    bf16, fp32 = (GPTConfig(cap=cap, logits_dtype=dtype) for dtype in ('bfloat16', 'float32'))
+    bf16_centered = GPTConfig(head_mode='centered_head', cap=cap, logits_dtype='bfloat16')
+    h, logits = states_and_logits(model, torch.arange(16, device=E.device)[None], E)
+    known = (head_logits(h, E, fp32) - logits[0]).abs().max() <= 1e-5 * logits.abs().max()
     check(known, f'{name}: its logits are not E h; what comes between is not understood')
     tokenizer = load(AutoTokenizer, name)
     check(tokenizer('a')['input_ids'] != tokenizer('b')['input_ids'],  # made without a file
-          f'{name}: its tokenizer has no vocabulary; --positions=0 measures E alone')
+          f'{name}: it has no tokenizer; --positions=0 measures E alone, without one')
     windows = read_text(model, tokenizer, args.text, args.positions).to(E.device)
     check(windows.max() < len(E), f'{name}: its tokenizer makes token {windows.max()}, of only {len(E)}')
-    centered = E - E.mean(dim=0)
     n = max(1, 2**25 // len(E))  # positions at a time: no N x V tensor is over 128 MB
     parts = []
-    for window in tqdm(windows, unit='windows'):
+    for window in tqdm(windows, unit='windows', disable=None):  # None: no bar in a file
         states, _ = states_and_logits(model, window[None, :-1], E)
         for h, targets in zip(states.split(n), window[1:].split(n), strict=True):
             _, stats = head_loss(head_logits(h, E, bf16), targets, bf16)
             del stats['reg']
-            of_fp32, of_centered = head_logits(h, E, fp32), head_logits(h, centered, bf16)
-            losses = {'bf16': stats.pop('loss'), 'fp32': head_loss(of_fp32, targets, fp32)[1]['loss'],
-                      'bf16_centered': head_loss(of_centered, targets, bf16)[1]['loss']}
-            # fp32 rounds their mean; a single logit that is another BF16 number gives more
-            equal = {'all_equal': (stats['logit_std'] <= 1e-5 * stats['logit_absmax']).float()}
-            parts.append({**stats, **equal, **centering_ratios(h, E), **losses})
+            stats['bf16'] = stats.pop('loss')
+            for key, config in (('fp32', fp32), ('bf16_centered', bf16_centered)):
+                stats[key] = head_loss(head_logits(h, E, config), targets, config)[1]['loss']
+            parts.append({**stats, **centering_ratios(h, E)})
     numbers = summarize(concatenate(parts), E)
     if not cap:  # before which the logits are rounded, at means that are not known
-        numbers['estimate'] = estimated_cost(numbers['logit_mean'], numbers['logit_mean_spread'])
+        numbers['estimate'] = bf16_cost(numbers['logit_mean'], numbers['logit_mean_spread'])
     return {**row, 'positions': windows[:, 1:].numel(), **numbers, 'cost': numbers['bf16'] - numbers['fp32']}
 
 
 def main(argv=None):
-    """Measures the models, writes models.csv and report.html, and prints what they say."""
+    """Measures the models, prints what they say, and then their numbers."""
     args = parser.parse_args(argv)
-    rows = pd.DataFrame([measure_model(name, args) for name in args.models])
-    rows['verdict'] = [verdict(row.dropna()) for _, row in rows.iterrows()]
-    out = Path(args.out or Path('results', '+'.join(Path(name).resolve().name for name in args.models)))
-    write_csv(out / 'models.csv', rows)
-    table = rows.drop(columns='verdict').set_index('model')
+    rows = []
+    for name in args.models:
+        row = measure_model(name, args)
+        rows.append({**row, 'verdict': verdict(row)})
+        print(rows[-1]['verdict'], flush=True)
+        if args.out:  # at once, as the next model may be refused
+            write_csv(args.out, pd.DataFrame(rows))
+    table = pd.DataFrame(rows).drop(columns='verdict').set_index('model')
     table = table.map(lambda x: f'{x:.6g}' if isinstance(x, float) else x)
     table = table.T.rename_axis('').reset_index()  # a line for each number, a column for each model
-    tables = [dict(title='Output embeddings and logits', rows=table, caption=CAPTION)]
-    report.write_page(out / 'report.html', tables, rows.verdict)
-    print(table.to_string(index=False), '', *rows.verdict, '', sep='\n')
-    print(f'wrote {out}; open {out / "report.html"} in a browser')
+    print(table.to_string(index=False))
 
 
 if __name__ == '__main__':
