@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
-from model import GPTConfig, bf16_cost, head_logits, head_loss, summarize
+from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
 from train import check, number
 
@@ -37,6 +37,17 @@ add('models', nargs='+', metavar='MODEL', help='a folder, NAME or NAME@REVISION'
 add('--text', type=os.path.expanduser, help='like --files of prepare_fineweb.py (default: the stdlib)')
 add('--positions', type=number, default=16384, help='how many to measure (16384); 0: E alone, no tokenizer')
 add('--out', type=Path, help='a csv file to write as well, with a row for each model')
+
+
+def bf16_cost(mean, spread):
+    """
+    What BF16 logits should cost in nats where the mean logits of the positions are N(mean, spread), by
+    results/mean_logit: log(sinh(s/2) / (s/2)) for BF16 numbers s apart. Of no use above 2,048.
+    """
+    normal = torch.special.ndtri((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
+    size = (mean + spread * normal).abs().clamp(1e-3)
+    half = 2 ** (size.log2().floor() - 8)  # s / 2; BF16 keeps 8 significant bits
+    return (half.sinh() / half).log().mean().item()
 
 
 def nats(x):
