@@ -30,6 +30,7 @@ FLAGS = {train: '''
     ''', prepare_fineweb: '''
     --source=local --files=x --out= -> --out
     --source=local --files={bad}/*.* -> .doc, .csv
+    --source=local --files={bad}/*.TXT -> no file, *.TXT
     --shard_tokens=3e9 -> 2^31
     ''', analyze: '''
     -> --results
