@@ -1,4 +1,4 @@
-"""README.md: its commands, added method, sample of a model, its lines for one's own loop."""
+"""README.md and tools/README.md: commands, an added method, a sample of a model, lines for one's own loop."""
 import copy
 import functools
 import re
@@ -26,11 +26,12 @@ from test_facts import close, generator, normal
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
 PROGRAMS = {'train': train, 'prepare_fineweb': prepare_fineweb, 'analyze': analyze}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
-CODE = [block or span for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', README, re.S)]
+TOOLS = Path(ROOT, 'tools/README.md').read_text(encoding='utf-8')
+CODE = [block or span for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', README + TOOLS, re.S)]
 
 
 def code(mark):
-    """README's first block of Python, or code in a line, that holds `mark`."""
+    """The first block of Python, or code in a line, that holds `mark`."""
     return next(code for code in CODE if mark in code)
 
 
@@ -188,7 +189,7 @@ def test_two_ranks(tmp_path):
 def test_line():
     """The baseline's softmax, with a bias too, and where BF16 would round a large mean logit."""
     h, E, b = (normal(generator(0), *shape) + 1 for shape in ((5, 16), (61, 16), (61,)))
-    lines = code('F.linear(h, E - ').splitlines()
+    lines = code('b - b.mean()').splitlines()
     for line, bias in zip(lines, (0, b), strict=True):
         logits = run(line, h=h, E=E, b=b)['logits']
         same(logits.softmax(dim=1), (h @ E.T + bias).softmax(dim=1))
