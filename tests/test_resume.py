@@ -155,8 +155,8 @@ def test_what_may_change(corpus, tmp_path, monkeypatch):
     shutil.copytree('before', 'run')
     from_model = ['--out=new', '--init_from=before/ckpt.pt']
     for may_not, flag in [*(([], flag) for flag in OTHER), *((from_model, flag) for flag in ARCHITECTURE)]:
-        named = f'before/ckpt.pt has {flag.split("=")[0]}='
-        refused(lambda: train.main([*flags, *may_not, f'--{flag}']), named)  # noqa: B023
+        named = 'before/ckpt.pt has ', f' {flag.split("=")[0]}='
+        refused(lambda: train.main([*flags, *may_not, f'--{flag}']), *named)  # noqa: B023
     may = [*MAY_CHANGE.split(), *({*OTHER} - {*ARCHITECTURE, 'mu_shift=1', 'init_from=x'})]
     for flag in may:
         train.main([*flags, *(from_model if flag in OTHER else []), f'--{flag}'])

@@ -202,7 +202,7 @@ def test_signals(runs, name, ignored):
         signal.signal(number, signal.SIG_IGN)
     for _ in range(4):
         runs.add()
-    other = subprocess.Popen(['sleep', '100'])
+    other = subprocess.Popen(['sleep', '1000'])
     status, _, analysed = runs.call(2, act=f"""if out.name in ('r1', 'r2'):
     while starts() < 3: time.sleep(0.01)
     if out.name == 'r2': os.kill(os.getppid(), {number})
