@@ -242,15 +242,14 @@ def report():
     parts = [x[0].view(p.shape).mean(dim=1).tolist() for x in bias_of(p.view(-1, 1) - 1)]  # by octaves of p_t
     by_format = pd.DataFrame(dict(zip(DIVISORS, parts, strict=True)), range(-14, 0))
     by_format.to_csv(HERE / 'format.csv', index_label='log2 p_t', float_format='%.3g')
-    runs, bias, creeps, free = (pd.read_csv(HERE / f'{x}.csv') for x in ('runs', 'bias', 'creep', 'natural'))
-    bias['loss'], creeps['arm'] = pd.cut(bias.loss, BINS), creeps['case']
+    runs, bias, creeps = (pd.read_csv(HERE / f'{name}.csv') for name in ('runs', 'bias', 'creep'))
+    bias['loss'] = pd.cut(bias.loss, BINS)
     print(runs.pivot(index=['table', 'case'], columns='seed', values=['logit_mean', 'test_loss', 'log_z']))
     print(bias.pivot_table(['b', 'error', 'b_target'], ['case', 'n'], 'loss', observed=True))
-    for x, by in ((creeps, ['seed']), (free, ['gain', 'seed', 'step'])):
-        for name in {'log_z', 'logit_mean', 'logit_mean_f'} & set(x):  # how far it is from where fp32 has it
-            x[f'{name} moved'] = x[name] - x[by].merge(x[x.arm == 'exact'], on=by, how='left')[name]
-    print(creeps)
-    print(free.pivot(index=by, columns='arm', values=['log_z moved', 'logit_mean_f moved', 'predicted', 'b']))
+    print(creeps.pivot(index='seed', columns='case', values=['logit_mean', 'predicted', 'b']))
+    if (HERE / 'natural.csv').exists():
+        free = pd.read_csv(HERE / 'natural.csv').set_index(['gain', 'seed', 'step', 'arm'])
+        print(free[['log_z', 'logit_mean_f', 'predicted', 'b']].unstack())
 
     figure, ax = plt.subplots(figsize=(7, 3.8), layout='constrained')
     for i, (case, name) in enumerate(zip(THREE, ('BF16', 'b taken out', 'b turned round'), strict=True)):
