@@ -178,7 +178,6 @@ IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
     'eval_every', 'eval_tokens'}]
 ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
-PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
 
 
 def own_statistics(runs):
@@ -187,7 +186,7 @@ def own_statistics(runs):
 
 
 def as_text(value):
-    """A setting as names have it: alike for 0.2, and '0.20' in a csv; '' if it is unknown or None."""
+    """A setting as names have it: 0.2, also where a csv has 0.20; '' if it is unknown or None."""
     text = '' if value is None or value != value else str(value)  # nan
     try:
         return f'{float(text):.12g}'
@@ -206,19 +205,15 @@ def own_settings(run):
 def name_runs(runs):
     """
     Adds each run's name, `variant`: its method, λ if that is not the method's default, `setting` and
-    `rounding`, the flags in which runs of a size and tying differ: ', beta2 0.9', and of ROUNDING. Names
-    leave out the usual value: the default if a run has it, else the one that most have.
+    `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the default.
     """
-    own = [own_settings(run) for run in runs.to_dict('records')]
-    runs = runs.assign(setting='', rounding='')
+    own = pd.DataFrame(map(own_settings, runs.to_dict('records')), runs.index, IN_NAMES).fillna('')
+    runs = runs.assign(setting='', rounding='', variant=runs.method.replace(report.NAMES))
     for flag in IN_NAMES:
-        values = pd.Series([settings.get(flag, '') for settings in own], index=runs.index)
-        if values.groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
-            usual = '' if '' in set(values) else values.mode()[0]
+        if own[flag].groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
             part = 'rounding' if flag in ROUNDING else 'setting'
-            runs[part] += [f', {flag} {value}' if value != usual else '' for value in values]
+            runs[part] += [value and f', {flag} {value}' for value in own[flag]]
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
-    runs['variant'] = runs.method.map(report.NAMES).fillna(runs.method)
     runs['variant'] += [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
                         for method, lam in zip(runs.method, runs.lam, strict=True)]
     runs['variant'] += runs.setting + runs.rounding
@@ -228,14 +223,6 @@ def name_runs(runs):
 def check_runs(ok, runs, message):
     """Unless all runs are `ok`, ends the program with the name of the first that is not, and why."""
     check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
-
-
-def check_same(runs, name, by):
-    """Refuses runs that share the columns `by` but differ in column `name`. An empty cell is unknown."""
-    value = runs[name].where(runs[name] != '')
-    first = value.groupby([runs[column] for column in by]).transform('first')
-    check_runs(value.isna() | (value == first), runs,
-               f'its {name} differs from that of other runs of its size; analyse them apart')
 
 
 def complete(runs):
@@ -254,10 +241,13 @@ def complete(runs):
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
     runs = name_runs(runs)
-    for name in COMPARABLE:
-        check_same(runs, name, ['size', 'weight_tying'])
-    check_same(runs, 'n_params', ['size', 'weight_tying', 'variant'])
-    check_runs(~runs.duplicated(['variant', *PLACE, 'seed']), runs,
+    for name in [*COMPARABLE, 'n_params']:
+        alike = ['size', 'weight_tying', *['variant'] * (name == 'n_params')]
+        value = runs[name].where(runs[name] != '')  # an empty cell is unknown
+        first = value.groupby([runs[column] for column in alike]).transform('first')
+        check_runs(value.isna() | (value == first), runs,
+                   f'its {name} differs from that of other runs of its size; analyse them apart')
+    check_runs(~runs.duplicated(['variant', *report.PLACE, 'seed']), runs,
                'a second run of its method, size, lr and seed')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}  # then others
     by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
@@ -273,15 +263,9 @@ def write_csv(path, rows, float_format=None):
 
 
 def differences(rows, names):
-    """Lines on the columns `names` in which rows differ, of which runs' names say nothing."""
-    lines = []
-    for name in names:
-        values = [str(value) for value in rows.get(name, []) if as_text(value)]
-        if len(set(values)) > 1:
-            counts = [f'{value[:40]} ({values.count(value)})' for value in dict.fromkeys(values)]
-            lines.append(f'runs differ in {name}, which names do not show: {", ".join(counts[:4])}'
-                         + ', ...' * (len(counts) > 4))
-    return lines
+    """A line on the columns `names` in which rows differ, of which runs' names say nothing, if any."""
+    differ = [name for name in names if len({*map(as_text, rows.get(name, []))} - {''}) > 1]
+    return [f'runs differ in {", ".join(differ)}, which names do not show'] if differ else []
 
 
 def read_runs(path):
@@ -297,15 +281,13 @@ def read_runs(path):
     check(len(rows), f'{path}: has no runs')
     check((rows.test_loss != '').all(), f'{path}: a test_loss is empty; nan means that it was not finite')
     texts = []
-    for name in rows.columns.difference(TEXTS):
-        if name in FLAGS and name not in RESULTS:
-            continue  # names compare it as text
-        cells = rows[name].replace({'True': '1', 'False': '0', '': 'nan'})
+    for name in rows.columns.difference([*TEXTS, *FLAGS.keys() - RESULTS]):  # names compare flags as text
+        cells = rows[name].str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
         values = pd.to_numeric(cells, errors='coerce')
         if name not in RESULTS and values.isna().all():
             texts.append(name)
             continue
-        wrong = cells[values.isna() & (cells.str.lower() != 'nan')]
+        wrong = rows[name][values.isna() & (cells != 'nan')]
         check(wrong.empty, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
         rows[name] = values.astype(float).replace([math.inf, -math.inf], math.nan)
     return complete(rows.drop(columns=texts)), differences(rows, ['commit', *texts])
@@ -313,14 +295,9 @@ def read_runs(path):
 
 # -------- a sweep
 def read_folders(folders):
-    """All runs in or right below `folders`, a row each; their curves; lines on what is missing or unknown."""
-    here, below, deeper = (
-        {path.parent for folder in folders for path in Path(folder).glob(f'{depth}config.json')}
-        for depth in ('', '*/', '*/*/'))
-    deeper -= here | below
-    lines = [f'not read, two folders down: {len(deeper)} runs, such as {min(deeper)}'] if deeper else []
-    runs, curves, unknown = [], [], ['commit']
-    for folder in sorted(here | below):
+    """The runs anywhere in `folders`, a row each; their curves; lines on what is missing or unknown."""
+    runs, curves, lines, unknown = [], [], [], ['commit']
+    for folder in sorted({path.parent for name in folders for path in Path(name).rglob('config.json')}):
         try:
             run, curve, names = read_run(folder)
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
@@ -331,11 +308,9 @@ def read_folders(folders):
         unknown += names
         if not run['finished']:
             lines.append(f'not finished: {folder}')
-    check(any(run['finished'] for run in runs),
-          f'{" ".join(folders)}: no finished run in there; {"; ".join(lines[:3])}')
+    check(any(run['finished'] for run in runs), f'{folders[0]}: no finished run; {"; ".join(lines[:3])}')
     runs = pd.DataFrame(runs)
-    lines += differences(runs[runs.finished], dict.fromkeys(unknown))
-    return runs, pd.concat(curves), lines
+    return runs, pd.concat(curves), lines + differences(runs[runs.finished], dict.fromkeys(unknown))
 
 
 def collect(folders, out):
@@ -375,12 +350,8 @@ def collect(folders, out):
 # -------- who is behind, and learning rate sensitivity
 MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
 SAME_LOSS = 1e-3  # losses of one model on the same tokens, on two machines, differ by less than this share
-PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
-# the LRS of the paper's tables, and what they underline, by (tying, size, variant)
-PUBLISHED = pd.read_csv(Path(__file__).parent / 'tools/paper_lrs.csv',
-                        index_col=['tying', 'size', 'variant'])
 LRS_COLUMNS = ['size', 'weight_tying', 'variant', 'method', 'lam', 'setting', 'n_params', 'lrs', 'lrs_n1',
-               'n_lrs', 'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest', 'published']
+               'n_lrs', 'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest']
 
 
 def of_default_lam(runs):
@@ -404,7 +375,7 @@ def behind(runs):
     github.com/flxst/output-embedding-centering.
     """
     marks = pd.Series(math.nan, index=runs.index)
-    for _, rivals in runs.groupby([*PLACE, 'setting', 'rounding']):
+    for _, rivals in runs.groupby([*report.PLACE, 'setting', 'rounding']):
         losses = rivals.groupby('variant').test_loss.mean(skipna=False)
         lowest = losses.min()
         for variant, loss in losses.items():
@@ -428,27 +399,22 @@ def learning_rate_sensitivity(runs):
     rows, lines = [], []
     runs = runs.assign(behind=behind(runs), loss=capped_loss(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
-        seeds = {seed: of_seed for seed, of_seed in part.groupby('seed')}
-        rates = {seed: ' '.join(map('{:g}'.format, of_seed.lr)) for seed, of_seed in seeds.items()}
-        most = max(rates.values(), key=lambda text: text.count(' '))
-        compared = [seed for seed in seeds if rates[seed] == most and len(seeds[seed]) > 1]
+        rates = part.groupby('seed').lr.agg(lambda lr: ' '.join(map('{:g}'.format, lr)))
+        n = part.groupby('seed').size()
+        most = rates[n.idxmax()]
+        compared = rates.index[(rates == most) & (n > 1)]
         lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
-                  f'rates {rates[seed]}' for seed in seeds if seed not in compared]
-        if not compared:
+                  f'rates {rates[seed]}' for seed in rates.index.difference(compared)]
+        if compared.empty:
             continue
-        sums, n, first = [], len(most.split()), part.iloc[0]
-        for seed in compared:
-            loss, start = seeds[seed].loss, seeds[seed].init_loss.min()
-            dead = loss.min() >= start - MIN_LEARNED
-            sums.append(math.nan if dead else (loss - loss.min()).sum(skipna=False))
-        n1 = np.array(sums) / (n - 1)
-        published = PUBLISHED.lrs.get((report.TYING[tying], size, variant), math.nan)
-        rows.append({
-            'size': size, 'weight_tying': tying, 'variant': variant, 'method': first.method, 'lam': first.lam,
-            'setting': first.setting + first.rounding, 'n_params': first.n_params, 'lrs': np.mean(sums) / n,
-            'lrs_n1': n1.mean(), 'n_lrs': n, 'rates': most, 'seeds': len(compared), 'lrs_n1_lowest': n1.min(),
-            'lrs_n1_highest': n1.max(), 'published': published if most == PAPER_LRS else math.nan,
-            'behind': max(seeds[seed].behind.max() for seed in compared)})
+        part = part[part.seed.isin(compared)]
+        seeds = part.groupby('seed')
+        sums = seeds.loss.sum(min_count=n.max()) - n.max() * seeds.loss.min()
+        sums = sums.mask(seeds.loss.min() >= seeds.init_loss.min() - MIN_LEARNED)
+        n1, first = sums / (n.max() - 1), part.iloc[0]
+        rows.append([size, tying, variant, first.method, first.lam, first.setting + first.rounding,
+                     first.n_params, sums.mean(skipna=False) / n.max(), n1.mean(skipna=False), n.max(), most,
+                     part.behind.max(), len(compared), n1.min(skipna=False), n1.max(skipna=False)])
     return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
 
 
@@ -462,19 +428,11 @@ add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead
 add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 
 
-def results_folder(inputs):
-    """The default of --out for these paths: results/NAME, or results/NAME+NAME+16_more."""
-    names = [Path(name).resolve().name for name in inputs]
-    more = [f'{len(names) - 2}_more'] if len(names) > 3 else names[2:]
-    return Path('results', '+'.join(names[:2] + more))
-
-
 def largest_mean_logit(runs):
     """A line on what BF16 costs the run that has the largest mean logit of those with BF16 logits, if any."""
-    rounded = runs[(runs.logits_dtype != 'float32') & runs.logit_mean.notna() & ~(runs.cap > 0)]
-    largest = rounded.loc[rounded.logit_mean.abs().sort_values().index[-1:]]  # one row, or none
+    rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
     return [f'Of BF16 logits {run.variant} at η = {run.lr:g} has the largest {train.verdict(run.logit_mean)}.'
-            for run in largest.itertuples()]
+            for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
 
 
 def main(argv=None):
@@ -482,7 +440,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
     inputs = args.runs or [args.results.removesuffix('results.csv').removesuffix('.csv')]
-    out = Path(args.out or results_folder(inputs))
+    out = Path(args.out or f'results/{"+".join(Path(name).resolve().name for name in inputs[:3])}')
 
     others = None  # runs that are not finished: their curves are drawn
     if args.runs:
@@ -491,9 +449,6 @@ def main(argv=None):
         runs, lines = read_runs(args.results)
         path = Path(args.results).with_name('curves.csv')
         curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
-    own = own_statistics(runs)
-    if own:
-        lines.append(f'columns that only the table of runs shows: {", ".join(own)}')
     compared = of_default_lam(runs)
     runs['behind'] = behind(compared)  # NaN for the rest
     methods, left_out = learning_rate_sensitivity(compared)
@@ -503,21 +458,20 @@ def main(argv=None):
         lines += dict.fromkeys(left_out + also_left_out)
     write_csv(out / 'lrs.csv', lrs.drop(columns='setting'))  # which `variant` has
 
-    tables = report.make_tables(runs, methods, several, own)
+    tables = report.make_tables(runs, methods, several, own_statistics(runs))
     figures = report.draw_figures(runs.loc[compared.index].assign(capped_loss=capped_loss),
                                   pd.concat([runs, others]), curves, out / 'figures')
     report.write_markdown(out / 'tables.md', tables)
-    first, *rest = tables  # the last is of all runs
     shown = ', '.join(inputs[:3]) + f' and {len(inputs) - 3} more' * (len(inputs) > 3)
-    lines = [*largest_mean_logit(runs), *report.describe(runs), *lines]
-    report.write_page(out / 'report.html', [first, *rest[:-1], *figures, *rest[-1:]],
-                      [f'What is shown: {shown}.', *lines])
+    lines = [*report.said_of_rounding(runs), *(table['message'] for table in tables if 'message' in table),
+             f'What is shown: {shown}.', *largest_mean_logit(runs), *report.describe(runs), *lines]
+    *first, all_runs = tables
+    report.write_page(out / 'report.html', [*first, *figures, all_runs], lines)
 
-    print('', *lines, sep='\n')
-    for table in tables[:-1]:
-        rows = table['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
+    for table in first:
+        rows = table['rows'].replace('</?[bu]>', '', regex=True)
         print(table['title'], rows.to_string(index=False), '', sep='\n')
-    print(first['message'], f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+    print(*lines, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
 
 
 if __name__ == '__main__':
