@@ -5,8 +5,8 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
 
-It writes results.csv, a row for each run: settings, test loss, statistics of its model; curves.csv, of the
-logs; distributions.csv, quartiles over positions or the vocabulary; lrs.csv; what tools/report.py draws.
+It writes results.csv, a row for each run; curves.csv, of the logs; distributions.csv, quartiles over positions
+or the vocabulary; lrs.csv; and what tools/report.py draws.
 
 Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
 (N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
@@ -80,9 +80,8 @@ def distribution(values):
 @torch.no_grad()
 def measure_model(gpt, windows):
     """
-    A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv, and `distributions` over the
-    positions, or of r_emb over the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, whatever a fork
-    adds to its logits; all else is of the model's own logits: rounded and capped.
+    A GPT and test windows (n, T + 1) int64 -> `numbers` for results.csv, `distributions` over positions or
+    the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, all else of the model's own logits.
     """
     gpt.eval()
     E, parts = gpt.E, []
@@ -122,38 +121,20 @@ def measure_run(folder):
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
     if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: not kept
         return kept
-
     saved = train.read_checkpoint(str(path))
     config = saved['config']
     if config['run_id'] != settings['run_id']:
         raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
-    windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
-                          config['data_fingerprint'])
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
+    windows = val_windows(settings['data'], gpt.config.block_size, gpt.config.vocab_size,
+                          config['data_fingerprint'])
     tokens = torch.from_numpy(windows[windows.evenly_spaced(min(POSITIONS, config['test_tokens']))])
     measured = {'model': model_hash, 'run_id': settings['run_id'], **measure_model(gpt, tokens)}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
         save(measured, f'{folder}/{STATISTICS}')
     return measured
-
-
-def read_run(folder):
-    """
-    A dict of a run's settings and, if it is finished, results; its log, of at most 1,000 lines and all
-    evaluations; the names of settings that this code does not know. Raises if a file is missing or damaged.
-    """
-    settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
-    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    run = {name: math.nan if value is None else value for name, value in {**settings, **results}.items()}
-    run |= {'run': str(folder), 'device': settings['device_name'], 'finished': 'test_loss' in results}
-    trained = [line for line in log if 'loss' in line]
-    every = math.ceil(len(trained) / 1000) or 1
-    evaluations = [line for line in log if 'loss' not in line]
-    curve = pd.DataFrame(evaluations + trained[::-every])  # with the last line
-    unknown = [name for name in settings if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE}]
-    return run, curve.sort_values('step', kind='stable').assign(run=run['run']), unknown
 
 
 # -------- what a run is: the columns of results.csv
@@ -177,12 +158,8 @@ COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
 IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
     'eval_every', 'eval_tokens'}]
+NAMED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds
 ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
-
-
-def own_statistics(runs):
-    """The columns of statistics that a fork has added."""
-    return [name for name in runs if name not in {*RESULTS, *FLAGS, 'variant', 'setting', 'rounding'}]
 
 
 def as_text(value):
@@ -195,11 +172,11 @@ def as_text(value):
 
 
 def own_settings(run):
-    """A run, a dict -> {flag: its value as text}, of the flags that have not the default of such a run."""
+    """A run, a dict -> {flag: its value as text, '' if that is the default of such a run}."""
     defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'warmup': run['steps'] // 20}
     defaults['cap'] = gpt_config({'method': run['method']}).cap if run['method'] in METHODS else None
     values = {flag: as_text(run.get(flag)) for flag in IN_NAMES}
-    return {flag: value for flag, value in values.items() if value not in ('', as_text(defaults[flag]))}
+    return {flag: '' if value == as_text(defaults[flag]) else value for flag, value in values.items()}
 
 
 def name_runs(runs):
@@ -207,7 +184,7 @@ def name_runs(runs):
     Adds each run's name, `variant`: its method, λ if that is not the method's default, `setting` and
     `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the default.
     """
-    own = pd.DataFrame(map(own_settings, runs.to_dict('records')), runs.index, IN_NAMES).fillna('')
+    own = pd.DataFrame(map(own_settings, runs.to_dict('records')), runs.index)
     runs = runs.assign(setting='', rounding='', variant=runs.method.replace(report.NAMES))
     for flag in IN_NAMES:
         if own[flag].groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
@@ -220,37 +197,37 @@ def name_runs(runs):
     return runs
 
 
-def check_runs(ok, runs, message):
-    """Unless all runs are `ok`, ends the program with the name of the first that is not, and why."""
-    check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
+def refuse(runs, message):
+    """Ends the program with the name of the first of these runs, if there is one, and what is wrong."""
+    check(runs.empty, f'{[*runs.run, ""][0]}: {message}')
 
 
 def complete(runs):
-    """Rows of settings and results -> named runs, in the paper's order, with all of RESULTS, or a refusal."""
+    """Rows of settings and results -> named runs in order, with all of RESULTS, or a refusal."""
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
     runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
-    check_runs(~runs.run.duplicated(), runs, 'a second row of this run')
-    check_runs((runs.lr > 0) & np.isfinite(runs.lr), runs, 'its lr is not a positive number')
-    check_runs(runs.weight_tying.isin([0, 1]), runs, 'its weight_tying is neither 0 nor 1')
-    check_runs(runs.test_loss.notna() | runs.init_loss.notna() | (runs.init_from != ''), runs,
-               'a test_loss of nan needs an init_loss, which LRS counts for it')
+    known = runs.test_loss.notna() | runs.init_loss.notna() | (runs.init_from != '')
+    refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
+    refuse(runs[~runs.weight_tying.isin([0, 1])], 'its weight_tying is neither 0 nor 1')
+    refuse(runs[~known], 'a test_loss of nan needs an init_loss, which LRS counts for it')
     runs['weight_tying'] = runs.weight_tying.astype(int)
     for name in ('lr', 'lam'):  # rates that print the same are the same: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21
     runs = name_runs(runs)
     for name in [*COMPARABLE, 'n_params']:
         alike = ['size', 'weight_tying', *['variant'] * (name == 'n_params')]
         value = runs[name].where(runs[name] != '')  # an empty cell is unknown
         first = value.groupby([runs[column] for column in alike]).transform('first')
-        check_runs(value.isna() | (value == first), runs,
-                   f'its {name} differs from that of other runs of its size; analyse them apart')
-    check_runs(~runs.duplicated(['variant', *report.PLACE, 'seed']), runs,
-               'a second run of its method, size, lr and seed')
+        refuse(runs[value.notna() & (value != first)],
+               f'its {name} differs from that of other runs of its size; analyse them apart')
+    refuse(runs[runs.duplicated(['variant', *report.PLACE, 'seed'])],
+           'a second run of its method, size, lr and seed')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}  # then others
-    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
+    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']  # the paper's order
     return runs.sort_values(by, ignore_index=True, key=lambda column: (
         column.map(order).fillna(99) if column.name in ('size', 'method') else column))
 
@@ -295,54 +272,54 @@ def read_runs(path):
 
 # -------- a sweep
 def read_folders(folders):
-    """The runs anywhere in `folders`, a row each; their curves; lines on what is missing or unknown."""
-    runs, curves, lines, unknown = [], [], [], ['commit']
+    """The runs anywhere in `folders`, a row each; their curves; lines on what is missing."""
+    runs, curves, lines = [], [], []
     for folder in sorted({path.parent for name in folders for path in Path(name).rglob('config.json')}):
         try:
-            run, curve, names = read_run(folder)
+            settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
+            log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+            run = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
             lines.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
-        runs.append(run)
-        curves.append(curve)
-        unknown += names
-        if not run['finished']:
-            lines.append(f'not finished: {folder}')
+        lines += [] if results else [f'not finished: {folder}']
+        runs.append({**run, 'finished': bool(results)})
+        trained = [line for line in log if 'loss' in line]
+        kept = trained[::-(math.ceil(len(trained) / 1000) or 1)]  # with the last line
+        curve = pd.DataFrame([line for line in log if 'loss' not in line] + kept)
+        curves.append(curve.sort_values('step', kind='stable').assign(run=str(folder)))
     check(any(run['finished'] for run in runs), f'{folders[0]}: no finished run; {"; ".join(lines[:3])}')
-    runs = pd.DataFrame(runs)
-    return runs, pd.concat(curves), lines + differences(runs[runs.finished], dict.fromkeys(unknown))
+    return pd.DataFrame(runs).fillna(math.nan), pd.concat(curves), lines
 
 
 def collect(folders, out):
     """Reads and measures runs, writes three csv files -> the finished; the others; their curves; lines."""
     everything, curves, lines = read_folders(folders)
-    finished = everything.finished.astype(bool)
-    known = [name for name in everything if name in {*RESULTS, *FLAGS}]
-    runs = complete(everything.loc[finished, known])  # refuses, before anything is measured
+    finished, others = (everything[everything.finished == is_so] for is_so in (True, False))
+    runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
+    unknown = finished.columns.difference([*RESULTS, *FLAGS, *train.MAY_CHANGE])
+    lines += differences(finished, ['commit', *unknown])
     statistics, distributions = [], []
     for i, run in enumerate(runs.itertuples(), 1):
         print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
-        measured = {'numbers': {}, 'distributions': {}}
+        numbers = {}
         try:
-            measured = measure_run(Path(run.run))
+            numbers, of_run = map(measure_run(Path(run.run)).get, ('numbers', 'distributions'))
+            distributions += [{'run': run.run, 'quantity': name, **x} for name, x in of_run.items()]
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
-        loss = measured['numbers'].pop('loss', math.nan)
+        loss = numbers.pop('loss', math.nan)
         if run.test_tokens <= POSITIONS and abs(loss - run.test_loss) > SAME_LOSS * run.test_loss:
             lines.append(f'{run.run}: the loss of its model.pt on the test tokens is {loss:.4f}, but '
                          f'{run.test_loss:.4f} in its result.json')
-        statistics.append(measured['numbers'])
-        distributions += [{'run': run.run, 'quantity': name, **x}
-                          for name, x in measured['distributions'].items()]
+        statistics.append(numbers)
     statistics = pd.DataFrame(statistics, index=runs.index)
     runs[statistics.columns] = statistics
 
-    columns = [*RESULTS, *(flag for flag in IN_NAMES if flag in runs), *own_statistics(runs)]
-    rows = runs[list(dict.fromkeys(columns))]
+    rows = runs.drop(columns=NAMED)
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    others = everything[~finished]
     others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
     return runs, others, curves, lines
 
@@ -370,23 +347,14 @@ def of_several_lam(runs):
 def behind(runs):
     """
     1 for a run whose variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest
-    at its size, tying, learning rate and setting; else 0, or NaN if no other variant is there. By this rule
-    the authors mark what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb at a1b753c of
-    github.com/flxst/output-embedding-centering.
+    at its size, tying, learning rate and setting; else 0, or NaN if no other variant is there. The authors
+    mark by this rule what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb of their code.
     """
-    marks = pd.Series(math.nan, index=runs.index)
-    for _, rivals in runs.groupby([*report.PLACE, 'setting', 'rounding']):
-        losses = rivals.groupby('variant').test_loss.mean(skipna=False)
-        lowest = losses.min()
-        for variant, loss in losses.items():
-            if len(losses) > 1 or math.isnan(loss):
-                marks[rivals.index[rivals.variant == variant]] = 1 - ((loss - lowest) / lowest <= 0.01)
-    return marks
-
-
-def capped_loss(runs):
-    """min(L, L0) of Eq. 21: test losses (n,), or the losses at initialisation where L is higher or nan."""
-    return np.fmin(runs.test_loss, runs.init_loss)
+    alike = [runs[name] for name in [*report.PLACE, 'setting', 'rounding']]
+    loss = runs.test_loss.groupby([*alike, runs.variant]).transform(lambda seeds: seeds.mean(skipna=False))
+    lowest = loss.groupby(alike).transform('min')
+    alone = runs.variant.groupby(alike).transform('nunique') == 1
+    return (1.0 - ((loss - lowest) / lowest <= 0.01)).mask(alone & loss.notna())
 
 
 def learning_rate_sensitivity(runs):
@@ -397,7 +365,7 @@ def learning_rate_sensitivity(runs):
     lines that name the seeds left out: of one learning rate, or of others than the seed with the most.
     """
     rows, lines = [], []
-    runs = runs.assign(behind=behind(runs), loss=capped_loss(runs))
+    runs = runs.assign(behind=behind(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
         rates = part.groupby('seed').lr.agg(lambda lr: ' '.join(map('{:g}'.format, lr)))
         n = part.groupby('seed').size()
@@ -409,8 +377,8 @@ def learning_rate_sensitivity(runs):
             continue
         part = part[part.seed.isin(compared)]
         seeds = part.groupby('seed')
-        sums = seeds.loss.sum(min_count=n.max()) - n.max() * seeds.loss.min()
-        sums = sums.mask(seeds.loss.min() >= seeds.init_loss.min() - MIN_LEARNED)
+        sums = seeds.capped_loss.sum(min_count=n.max()) - n.max() * seeds.capped_loss.min()
+        sums = sums.mask(seeds.capped_loss.min() >= seeds.init_loss.min() - MIN_LEARNED)
         n1, first = sums / (n.max() - 1), part.iloc[0]
         rows.append([size, tying, variant, first.method, first.lam, first.setting + first.rounding,
                      first.n_params, sums.mean(skipna=False) / n.max(), n1.mean(skipna=False), n.max(), most,
@@ -421,11 +389,10 @@ def learning_rate_sensitivity(runs):
 # -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-user_path = os.path.expanduser  # bash does not expand the ~ in --out=~/results
-add = parser.add_argument
-add('runs', nargs='*', type=user_path, help='run folders, or folders of them: out/demo')
-add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead')
-add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
+parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='run folders, or folders of them: out/demo')
+parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
+parser.add_argument('--out', type=os.path.expanduser,
+                    help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 
 
 def largest_mean_logit(runs):
@@ -458,9 +425,10 @@ def main(argv=None):
         lines += dict.fromkeys(left_out + also_left_out)
     write_csv(out / 'lrs.csv', lrs.drop(columns='setting'))  # which `variant` has
 
-    tables = report.make_tables(runs, methods, several, own_statistics(runs))
-    figures = report.draw_figures(runs.loc[compared.index].assign(capped_loss=capped_loss),
-                                  pd.concat([runs, others]), curves, out / 'figures')
+    of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *NAMED, 'behind'}]
+    tables = report.make_tables(runs, methods, several, of_a_fork)
+    figures = report.draw_figures(runs.loc[compared.index], pd.concat([runs, others]), curves,
+                                  out / 'figures')
     report.write_markdown(out / 'tables.md', tables)
     shown = ', '.join(inputs[:3]) + f' and {len(inputs) - 3} more' * (len(inputs) > 3)
     lines = [*report.said_of_rounding(runs), *(table['message'] for table in tables if 'message' in table),
