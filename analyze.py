@@ -5,8 +5,8 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
 
-It writes results.csv, a row for each run; curves.csv, of the logs; distributions.csv, quartiles over positions
-or the vocabulary; lrs.csv; and what tools/report.py draws.
+It writes results.csv, a row for each run; curves.csv, of the logs; distributions.csv, quartiles over
+positions or the vocabulary; lrs.csv; and what tools/report.py draws.
 
 Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
 (N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
@@ -289,7 +289,7 @@ def read_folders(folders):
         curve = pd.DataFrame([line for line in log if 'loss' not in line] + kept)
         curves.append(curve.sort_values('step', kind='stable').assign(run=str(folder)))
     check(any(run['finished'] for run in runs), f'{folders[0]}: no finished run; {"; ".join(lines[:3])}')
-    return pd.DataFrame(runs).fillna(math.nan), pd.concat(curves), lines
+    return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
 
 
 def collect(folders, out):
@@ -389,7 +389,7 @@ def learning_rate_sensitivity(runs):
 # -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='run folders, or folders of them: out/demo')
+parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders with runs: out/demo')
 parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
 parser.add_argument('--out', type=os.path.expanduser,
                     help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')

@@ -26,8 +26,8 @@ COLORS = {  # the first six are the paper's; other variants get the next of OTHE
 HUES = plt.get_cmap('tab20b').colors + plt.get_cmap('tab20c').colors  # ten hues in four shades each
 OTHERS = ['#000000', *(to_hex(color) for shade in range(4) for color in HUES[shade::4])]
 OTHERS.remove('#393b79')  # AdamW's decay has it
-CURES = ['mu_loss', 'mu_centering', 'centered_head']
 PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
+SAME = [*PLACE, 'setting', 'rounding', 'seed']  # of runs of several methods that differ in nothing else
 
 # -------- tables: dicts of title, message, rows and caption
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
@@ -85,9 +85,8 @@ def lrs_table(lrs, column, title):
 
 def seed_table(runs):
     """Test losses minus the baseline's of the same seed, where a variant shares two with it, or None."""
-    alike = [*PLACE, 'setting', 'rounding', 'seed']
-    baseline = runs[runs.method == 'baseline'][[*alike, 'test_loss']]
-    pairs = runs[runs.method != 'baseline'].merge(baseline, on=alike, suffixes=('', '_of_baseline'))
+    baseline = runs[runs.method == 'baseline'][[*SAME, 'test_loss']]
+    pairs = runs[runs.method != 'baseline'].merge(baseline, on=SAME, suffixes=('', '_of_baseline'))
     pairs = pairs.assign(gap=pairs.test_loss - pairs.test_loss_of_baseline)
     gaps = pairs.groupby([*PLACE, 'variant'], sort=False).gap.agg(['mean', 'min', 'max', 'count'])
     gaps = gaps[gaps['count'] > 1].round(3) + 0.0  # never -0.000
@@ -186,7 +185,7 @@ def stretch(ax, values):
 
 
 def legend(figure, rows):
-    """Below the figure, if there are several: the colors of variants, markers of sizes, fillings; seeds."""
+    """Below the figure, of what there are several: the colors of variants, markers of sizes, fillings."""
     handles = [Line2D([], [], color=run.color, label=run.variant)
                for run in rows.drop_duplicates('variant').itertuples()]
     sizes = rows['size'].unique()
@@ -196,9 +195,7 @@ def legend(figure, rows):
     if (rows.behind == 1).any():
         for label, face in (('over 1% above the best method', 'black'), ('within 1% of it', 'white')):
             handles.append(Line2D([], [], color='black', marker='o', mfc=face, ls='', label=label))
-    several = rows.duplicated(['size', 'variant', 'lr']).any()
-    figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4,
-                  title='points: means over seeds; bars: from the lowest to the highest' if several else None)
+    figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
 
 
 def against_lr(rows, columns):
@@ -236,35 +233,27 @@ def against_step(rows, curves, columns):
 
 
 STATISTICS = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
-FILLED = ('A loss above the one at initialisation is drawn as that one. Filled: what the paper calls '
-          'diverged: another method was over 1% better there.')
+FILLED = ('Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is drawn '
+          'as that one. Filled: what the paper calls diverged: another method was over 1% better there.')
 FIGURES = {  # title, caption
     'summary': ('Test loss and mean logit against learning rate', f'Of the first size. {FILLED}'),
     'loss': ('Test loss against learning rate', f'{FILLED} (Figures 2, 9)'),
-    'statistics': (
-        'Mean embedding and logits against learning rate',
-        'Means over test positions, of runs that were finite. (Figure 4)'),
-    'fact_3': (
-        'What centering would change in the baseline',
-        'r_emb: the norm of an output embedding minus μ, divided by that without. r_cos, r_log: likewise for '
-        'the largest |cosine| with a hidden state h and the largest |logit| of a position. Below 1, the '
-        'dotted line, centering lowers it. Means over the vocabulary or test positions. (Figure 5)'),
+    'statistics': ('Mean embedding and logits against learning rate', 'Means over positions. (Figure 4)'),
+    'fact_3': ('What centering would change in the baseline', (
+        'r_emb: the norm of an embedding minus μ, divided by that without. r_cos, r_log: likewise the '
+        'largest |cosine| with h, and |logit|. Below 1, the dotted line, centering lowers it. (Figure 5)')),
     'rounding': ('What rounding does', 'Equal lines hide each other.'),
     'training': ('Training curves', 'As logged, at most 1,000 lines of a log. Equal lines hide each other.')}
 
 
 def draw_figures(compared, everything, curves, folder):
-    """
-    Draws the runs `compared` by learning rate, and `everything` that has a curve, in place of what an earlier
-    analysis drew in `folder` -> titles, captions and files.
-    """
+    """Draws runs `compared` by learning rate, and of `everything` curves -> titles, captions, files."""
     folder.mkdir(exist_ok=True)
     for old in [path for name in FIGURES for path in folder.glob(f'{name}_*.png')]:
-        old.unlink()
+        old.unlink()  # of an earlier analysis
     figures = []
 
     def keep(name, place, figure):
-        """Saves a figure, if there is one."""
         if figure:
             path = folder / f'{name}_{place.replace(", ", "_").replace("η = ", "lr")}.png'
             figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
@@ -298,7 +287,7 @@ def draw_figures(compared, everything, curves, folder):
 
 # -------- the pages
 DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size', 'mu_shift',
-             'cap', 'dtype', 'logits_dtype', 'device', 'data']
+             'cap', 'dtype', 'logits_dtype', 'device']
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
   h1 + p { font-weight: bold; } img { max-width: 100%; } div { overflow-x: auto; }
@@ -315,11 +304,11 @@ def said_of_rounding(runs):
     if not pairs:
         return []
     pair = max(pairs, key=lambda rows: rows.loss.iloc[0] - rows.loss.iloc[1])
-    beside = [*PLACE, 'seed', 'setting', 'rounding']
-    cures = runs[runs.method.isin(CURES) & (runs[beside] == pair[beside].iloc[0]).all(axis=1)]
-    ends = [f'{run.variant} ends at {run.test_loss:.2f} (mean logit {run.logit_mean:,.0f})'
-            for run in pd.concat([pair, cures[cures.loss < pair.loss.max()]]).itertuples()]
-    return [f'What rounding does at η = {pair.lr.iloc[0]:g}: {", ".join(ends)}.'.replace(' (mean logit nan)', '')]
+    beside = runs[(runs[SAME] == pair[SAME].iloc[0]).all(axis=1) & (runs.loss < pair.loss.max())]
+    cures = beside[beside.method.isin(['mu_loss', 'mu_centering', 'centered_head'])]
+    ends = ', '.join(f'{run.variant} ends at {run.test_loss:.2f} (mean logit {run.logit_mean:,.0f})'
+                     for run in pd.concat([pair, cures]).itertuples()).replace(' (mean logit nan)', '')
+    return [f'What rounding does at η = {pair.lr.iloc[0]:g}: {ends}.']
 
 
 def describe(runs):
@@ -330,17 +319,14 @@ def describe(runs):
         lines[0] += f' {column}: {", ".join(values)}.' * (values not in ([], ['0']))  # 0: perhaps unknown
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
     if of_variant.lr.nunique().max() < MIN_RATES:
-        settings = [x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x]
+        settings = '; '.join(x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x)
         lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one setting'
-                     + '; there are: ' * bool(settings) + '; '.join(settings[:4]) + '.')
+                     + f'; there are: {settings}.' * bool(settings))
     if runs.steps.max() < 10_000:
         lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = of_variant.seed.nunique()
-    few = [*dict.fromkeys(name for *_, name in seeds.index[seeds < 3])]
-    if few:
-        lines.append(f'Fewer than three seeds: differences may be chance, of {"; ".join(few[:6])}'
-                     + '; ...' * (len(few) > 6) + '.')
-    return lines
+    few = '; '.join(dict.fromkeys(name for *_, name in seeds.index[seeds < 3]))
+    return lines + [f'With fewer than three seeds a difference may be chance: {few}.'] * bool(few)
 
 
 def write_markdown(path, tables):
