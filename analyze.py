@@ -377,7 +377,7 @@ def learning_rate_sensitivity(runs):
             continue
         part = part[part.seed.isin(compared)]
         seeds = part.groupby('seed')
-        sums = seeds.capped_loss.sum(min_count=n.max()) - n.max() * seeds.capped_loss.min()
+        sums = seeds.capped_loss.agg(lambda loss: (loss - loss.min()).sum(skipna=False))
         sums = sums.mask(seeds.capped_loss.min() >= seeds.init_loss.min() - MIN_LEARNED)
         n1, first = sums / (n.max() - 1), part.iloc[0]
         rows.append([size, tying, variant, first.method, first.lam, first.setting + first.rounding,

@@ -218,7 +218,7 @@ def against_lr(rows, columns):
 
 
 def against_step(rows, curves, columns):
-    """A figure with a panel for each column, against the step as logged, a line for each run that has it."""
+    """A figure with a panel for each column, against the step as logged, a line for each run."""
     figure, axes = plt.subplots(math.ceil(len(columns) / 3), min(len(columns), 3), sharex=True, squeeze=False)
     figure.set_size_inches(10, 3.2 * len(axes))
     for ax, column in zip(axes.flat, columns, strict=True):
@@ -233,8 +233,8 @@ def against_step(rows, curves, columns):
 
 
 STATISTICS = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
-FILLED = ('Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is drawn '
-          'as that one. Filled: what the paper calls diverged: another method was over 1% better there.')
+FILLED = ('Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is '
+          'drawn as that one. Filled: what the paper calls diverged: another method was over 1% better there.')
 FIGURES = {  # title, caption
     'summary': ('Test loss and mean logit against learning rate', f'Of the first size. {FILLED}'),
     'loss': ('Test loss against learning rate', f'{FILLED} (Figures 2, 9)'),
