@@ -204,7 +204,7 @@ def against_lr(rows, columns):
     if rows.lr.nunique() < 2:
         return None
     figure, axes = plt.subplots(math.ceil(len(columns) / 2), min(len(columns), 2), squeeze=False)
-    figure.set_size_inches(7.5, 3.4 * len(axes))
+    figure.set_size_inches(7.5, 1.2 + 2.7 * len(axes))
     for ax, column in zip(axes.flat, columns, strict=True):
         # the model of a run that was not finite is of its last checkpoint, of step 0 even
         shown = rows if column == 'capped_loss' else rows[rows.test_loss.notna()]
