@@ -5,8 +5,8 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
 
-It writes results.csv, a row for each run: settings, test loss, statistics of its model; curves.csv, of the
-logs; distributions.csv, quartiles over positions or the vocabulary; lrs.csv; what tools/report.py draws.
+It writes results.csv, a row for each run; curves.csv, of the logs; distributions.csv, quartiles over
+positions or the vocabulary; lrs.csv; and what tools/report.py draws.
 
 Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
 (N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
@@ -80,9 +80,8 @@ def distribution(values):
 @torch.no_grad()
 def measure_model(gpt, windows):
     """
-    A GPT and test windows (n, T + 1) int64 -> a dict: `numbers` for results.csv, and `distributions` over the
-    positions, or of r_emb over the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, whatever a fork
-    adds to its logits; all else is of the model's own logits: rounded and capped.
+    A GPT and test windows (n, T + 1) int64 -> `numbers` for results.csv, `distributions` over positions or
+    the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, all else of the model's own logits.
     """
     gpt.eval()
     E, parts = gpt.E, []
@@ -122,38 +121,20 @@ def measure_run(folder):
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
     if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: not kept
         return kept
-
     saved = train.read_checkpoint(str(path))
     config = saved['config']
     if config['run_id'] != settings['run_id']:
         raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
-    windows = val_windows(settings['data'], config['block_size'], config['vocab_size'],
-                          config['data_fingerprint'])
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
+    windows = val_windows(settings['data'], gpt.config.block_size, gpt.config.vocab_size,
+                          config['data_fingerprint'])
     tokens = torch.from_numpy(windows[windows.evenly_spaced(min(POSITIONS, config['test_tokens']))])
     measured = {'model': model_hash, 'run_id': settings['run_id'], **measure_model(gpt, tokens)}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
         save(measured, f'{folder}/{STATISTICS}')
     return measured
-
-
-def read_run(folder):
-    """
-    A dict of a run's settings and, if it is finished, results; its log, of at most 1,000 lines and all
-    evaluations; the names of settings that this code does not know. Raises if a file is missing or damaged.
-    """
-    settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
-    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    run = {name: math.nan if value is None else value for name, value in {**settings, **results}.items()}
-    run |= {'run': str(folder), 'device': settings['device_name'], 'finished': 'test_loss' in results}
-    trained = [line for line in log if 'loss' in line]
-    every = math.ceil(len(trained) / 1000) or 1
-    evaluations = [line for line in log if 'loss' not in line]
-    curve = pd.DataFrame(evaluations + trained[::-every])  # with the last line
-    unknown = [name for name in settings if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE}]
-    return run, curve.sort_values('step', kind='stable').assign(run=run['run']), unknown
 
 
 # -------- what a run is: the columns of results.csv
@@ -177,17 +158,12 @@ COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
 IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
     'eval_every', 'eval_tokens'}]
+NAMED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds
 ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
-PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
-
-
-def own_statistics(runs):
-    """The columns of statistics that a fork has added."""
-    return [name for name in runs if name not in {*RESULTS, *FLAGS, 'variant', 'setting', 'rounding'}]
 
 
 def as_text(value):
-    """A setting as names have it: alike for 0.2, and '0.20' in a csv; '' if it is unknown or None."""
+    """A setting as names have it: 0.2, also where a csv has 0.20; '' if it is unknown or None."""
     text = '' if value is None or value != value else str(value)  # nan
     try:
         return f'{float(text):.12g}'
@@ -196,71 +172,62 @@ def as_text(value):
 
 
 def own_settings(run):
-    """A run, a dict -> {flag: its value as text}, of the flags that have not the default of such a run."""
+    """A run, a dict -> {flag: its value as text, '' if that is the default of such a run}."""
     defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'warmup': run['steps'] // 20}
     defaults['cap'] = gpt_config({'method': run['method']}).cap if run['method'] in METHODS else None
     values = {flag: as_text(run.get(flag)) for flag in IN_NAMES}
-    return {flag: value for flag, value in values.items() if value not in ('', as_text(defaults[flag]))}
+    return {flag: '' if value == as_text(defaults[flag]) else value for flag, value in values.items()}
 
 
 def name_runs(runs):
     """
     Adds each run's name, `variant`: its method, λ if that is not the method's default, `setting` and
-    `rounding`, the flags in which runs of a size and tying differ: ', beta2 0.9', and of ROUNDING. Names
-    leave out the usual value: the default if a run has it, else the one that most have.
+    `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the default.
     """
-    own = [own_settings(run) for run in runs.to_dict('records')]
-    runs = runs.assign(setting='', rounding='')
+    own = pd.DataFrame(map(own_settings, runs.to_dict('records')), runs.index)
+    runs = runs.assign(setting='', rounding='', variant=runs.method.replace(report.NAMES))
     for flag in IN_NAMES:
-        values = pd.Series([settings.get(flag, '') for settings in own], index=runs.index)
-        if values.groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
-            usual = '' if '' in set(values) else values.mode()[0]
+        if own[flag].groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
             part = 'rounding' if flag in ROUNDING else 'setting'
-            runs[part] += [f', {flag} {value}' if value != usual else '' for value in values]
+            runs[part] += [value and f', {flag} {value}' for value in own[flag]]
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
-    runs['variant'] = runs.method.map(report.NAMES).fillna(runs.method)
     runs['variant'] += [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
                         for method, lam in zip(runs.method, runs.lam, strict=True)]
     runs['variant'] += runs.setting + runs.rounding
     return runs
 
 
-def check_runs(ok, runs, message):
-    """Unless all runs are `ok`, ends the program with the name of the first that is not, and why."""
-    check(ok.all(), f'{runs.run[ok.idxmin()]}: {message}')
-
-
-def check_same(runs, name, by):
-    """Refuses runs that share the columns `by` but differ in column `name`. An empty cell is unknown."""
-    value = runs[name].where(runs[name] != '')
-    first = value.groupby([runs[column] for column in by]).transform('first')
-    check_runs(value.isna() | (value == first), runs,
-               f'its {name} differs from that of other runs of its size; analyse them apart')
+def refuse(runs, message):
+    """Ends the program with the name of the first of these runs, if there is one, and what is wrong."""
+    check(runs.empty, f'{[*runs.run, ""][0]}: {message}')
 
 
 def complete(runs):
-    """Rows of settings and results -> named runs, in the paper's order, with all of RESULTS, or a refusal."""
+    """Rows of settings and results -> named runs in order, with all of RESULTS, or a refusal."""
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
     runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
-    check_runs(~runs.run.duplicated(), runs, 'a second row of this run')
-    check_runs((runs.lr > 0) & np.isfinite(runs.lr), runs, 'its lr is not a positive number')
-    check_runs(runs.weight_tying.isin([0, 1]), runs, 'its weight_tying is neither 0 nor 1')
-    check_runs(runs.test_loss.notna() | runs.init_loss.notna() | (runs.init_from != ''), runs,
-               'a test_loss of nan needs an init_loss, which LRS counts for it')
+    known = runs.test_loss.notna() | runs.init_loss.notna() | (runs.init_from != '')
+    refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
+    refuse(runs[~runs.weight_tying.isin([0, 1])], 'its weight_tying is neither 0 nor 1')
+    refuse(runs[~known], 'a test_loss of nan needs an init_loss, which LRS counts for it')
     runs['weight_tying'] = runs.weight_tying.astype(int)
     for name in ('lr', 'lam'):  # rates that print the same are the same: 0.3 and 0.30000000000000004
         runs[name] = runs[name].map('{:g}'.format).astype(float)
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21
     runs = name_runs(runs)
-    for name in COMPARABLE:
-        check_same(runs, name, ['size', 'weight_tying'])
-    check_same(runs, 'n_params', ['size', 'weight_tying', 'variant'])
-    check_runs(~runs.duplicated(['variant', *PLACE, 'seed']), runs,
-               'a second run of its method, size, lr and seed')
+    for name in [*COMPARABLE, 'n_params']:
+        alike = ['size', 'weight_tying', *['variant'] * (name == 'n_params')]
+        value = runs[name].where(runs[name] != '')  # an empty cell is unknown
+        first = value.groupby([runs[column] for column in alike]).transform('first')
+        refuse(runs[value.notna() & (value != first)],
+               f'its {name} differs from that of other runs of its size; analyse them apart')
+    refuse(runs[runs.duplicated(['variant', *report.PLACE, 'seed'])],
+           'a second run of its method, size, lr and seed')
     order = {name: i for i, name in enumerate([*SIZES, *METHODS])}  # then others
-    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']
+    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']  # the paper's order
     return runs.sort_values(by, ignore_index=True, key=lambda column: (
         column.map(order).fillna(99) if column.name in ('size', 'method') else column))
 
@@ -273,15 +240,9 @@ def write_csv(path, rows, float_format=None):
 
 
 def differences(rows, names):
-    """Lines on the columns `names` in which rows differ, of which runs' names say nothing."""
-    lines = []
-    for name in names:
-        values = [str(value) for value in rows.get(name, []) if as_text(value)]
-        if len(set(values)) > 1:
-            counts = [f'{value[:40]} ({values.count(value)})' for value in dict.fromkeys(values)]
-            lines.append(f'runs differ in {name}, which names do not show: {", ".join(counts[:4])}'
-                         + ', ...' * (len(counts) > 4))
-    return lines
+    """A line on the columns `names` in which rows differ, of which runs' names say nothing, if any."""
+    differ = [name for name in names if len({*map(as_text, rows.get(name, []))} - {''}) > 1]
+    return [f'runs differ in {", ".join(differ)}, which names do not show'] if differ else []
 
 
 def read_runs(path):
@@ -297,15 +258,13 @@ def read_runs(path):
     check(len(rows), f'{path}: has no runs')
     check((rows.test_loss != '').all(), f'{path}: a test_loss is empty; nan means that it was not finite')
     texts = []
-    for name in rows.columns.difference(TEXTS):
-        if name in FLAGS and name not in RESULTS:
-            continue  # names compare it as text
-        cells = rows[name].replace({'True': '1', 'False': '0', '': 'nan'})
+    for name in rows.columns.difference([*TEXTS, *FLAGS.keys() - RESULTS]):  # names compare flags as text
+        cells = rows[name].str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
         values = pd.to_numeric(cells, errors='coerce')
         if name not in RESULTS and values.isna().all():
             texts.append(name)
             continue
-        wrong = cells[values.isna() & (cells.str.lower() != 'nan')]
+        wrong = rows[name][values.isna() & (cells != 'nan')]
         check(wrong.empty, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
         rows[name] = values.astype(float).replace([math.inf, -math.inf], math.nan)
     return complete(rows.drop(columns=texts)), differences(rows, ['commit', *texts])
@@ -313,61 +272,54 @@ def read_runs(path):
 
 # -------- a sweep
 def read_folders(folders):
-    """All runs in or right below `folders`, a row each; their curves; lines on what is missing or unknown."""
-    here, below, deeper = (
-        {path.parent for folder in folders for path in Path(folder).glob(f'{depth}config.json')}
-        for depth in ('', '*/', '*/*/'))
-    deeper -= here | below
-    lines = [f'not read, two folders down: {len(deeper)} runs, such as {min(deeper)}'] if deeper else []
-    runs, curves, unknown = [], [], ['commit']
-    for folder in sorted(here | below):
+    """The runs anywhere in `folders`, a row each; their curves; lines on what is missing."""
+    runs, curves, lines = [], [], []
+    for folder in sorted({path.parent for name in folders for path in Path(name).rglob('config.json')}):
         try:
-            run, curve, names = read_run(folder)
+            settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
+            log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+            run = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
             lines.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
-        runs.append(run)
-        curves.append(curve)
-        unknown += names
-        if not run['finished']:
-            lines.append(f'not finished: {folder}')
-    check(any(run['finished'] for run in runs),
-          f'{" ".join(folders)}: no finished run in there; {"; ".join(lines[:3])}')
-    runs = pd.DataFrame(runs)
-    lines += differences(runs[runs.finished], dict.fromkeys(unknown))
-    return runs, pd.concat(curves), lines
+        lines += [] if results else [f'not finished: {folder}']
+        runs.append({**run, 'finished': bool(results)})
+        trained = [line for line in log if 'loss' in line]
+        kept = trained[::-(math.ceil(len(trained) / 1000) or 1)]  # with the last line
+        curve = pd.DataFrame([line for line in log if 'loss' not in line] + kept)
+        curves.append(curve.sort_values('step', kind='stable').assign(run=str(folder)))
+    check(any(run['finished'] for run in runs), f'{folders[0]}: no finished run; {"; ".join(lines[:3])}')
+    return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
 
 
 def collect(folders, out):
     """Reads and measures runs, writes three csv files -> the finished; the others; their curves; lines."""
     everything, curves, lines = read_folders(folders)
-    finished = everything.finished.astype(bool)
-    known = [name for name in everything if name in {*RESULTS, *FLAGS}]
-    runs = complete(everything.loc[finished, known])  # refuses, before anything is measured
+    finished, others = (everything[everything.finished == is_so] for is_so in (True, False))
+    runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
+    unknown = finished.columns.difference([*RESULTS, *FLAGS, *train.MAY_CHANGE])
+    lines += differences(finished, ['commit', *unknown])
     statistics, distributions = [], []
     for i, run in enumerate(runs.itertuples(), 1):
         print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
-        measured = {'numbers': {}, 'distributions': {}}
+        numbers = {}
         try:
-            measured = measure_run(Path(run.run))
+            numbers, of_run = map(measure_run(Path(run.run)).get, ('numbers', 'distributions'))
+            distributions += [{'run': run.run, 'quantity': name, **x} for name, x in of_run.items()]
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
-        loss = measured['numbers'].pop('loss', math.nan)
+        loss = numbers.pop('loss', math.nan)
         if run.test_tokens <= POSITIONS and abs(loss - run.test_loss) > SAME_LOSS * run.test_loss:
             lines.append(f'{run.run}: the loss of its model.pt on the test tokens is {loss:.4f}, but '
                          f'{run.test_loss:.4f} in its result.json')
-        statistics.append(measured['numbers'])
-        distributions += [{'run': run.run, 'quantity': name, **x}
-                          for name, x in measured['distributions'].items()]
+        statistics.append(numbers)
     statistics = pd.DataFrame(statistics, index=runs.index)
     runs[statistics.columns] = statistics
 
-    columns = [*RESULTS, *(flag for flag in IN_NAMES if flag in runs), *own_statistics(runs)]
-    rows = runs[list(dict.fromkeys(columns))]
+    rows = runs.drop(columns=NAMED)
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    others = everything[~finished]
     others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
     return runs, others, curves, lines
 
@@ -375,12 +327,8 @@ def collect(folders, out):
 # -------- who is behind, and learning rate sensitivity
 MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
 SAME_LOSS = 1e-3  # losses of one model on the same tokens, on two machines, differ by less than this share
-PAPER_LRS = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # its learning rates, Eq. 18
-# the LRS of the paper's tables, and what they underline, by (tying, size, variant)
-PUBLISHED = pd.read_csv(Path(__file__).parent / 'tools/paper_lrs.csv',
-                        index_col=['tying', 'size', 'variant'])
 LRS_COLUMNS = ['size', 'weight_tying', 'variant', 'method', 'lam', 'setting', 'n_params', 'lrs', 'lrs_n1',
-               'n_lrs', 'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest', 'published']
+               'n_lrs', 'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest']
 
 
 def of_default_lam(runs):
@@ -399,23 +347,14 @@ def of_several_lam(runs):
 def behind(runs):
     """
     1 for a run whose variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest
-    at its size, tying, learning rate and setting; else 0, or NaN if no other variant is there. By this rule
-    the authors mark what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb at a1b753c of
-    github.com/flxst/output-embedding-centering.
+    at its size, tying, learning rate and setting; else 0, or NaN if no other variant is there. The authors
+    mark by this rule what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb of their code.
     """
-    marks = pd.Series(math.nan, index=runs.index)
-    for _, rivals in runs.groupby([*PLACE, 'setting', 'rounding']):
-        losses = rivals.groupby('variant').test_loss.mean(skipna=False)
-        lowest = losses.min()
-        for variant, loss in losses.items():
-            if len(losses) > 1 or math.isnan(loss):
-                marks[rivals.index[rivals.variant == variant]] = 1 - ((loss - lowest) / lowest <= 0.01)
-    return marks
-
-
-def capped_loss(runs):
-    """min(L, L0) of Eq. 21: test losses (n,), or the losses at initialisation where L is higher or nan."""
-    return np.fmin(runs.test_loss, runs.init_loss)
+    alike = [runs[name] for name in [*report.PLACE, 'setting', 'rounding']]
+    loss = runs.test_loss.groupby([*alike, runs.variant]).transform(lambda seeds: seeds.mean(skipna=False))
+    lowest = loss.groupby(alike).transform('min')
+    alone = runs.variant.groupby(alike).transform('nunique') == 1
+    return (1.0 - ((loss - lowest) / lowest <= 0.01)).mask(alone & loss.notna())
 
 
 def learning_rate_sensitivity(runs):
@@ -426,55 +365,41 @@ def learning_rate_sensitivity(runs):
     lines that name the seeds left out: of one learning rate, or of others than the seed with the most.
     """
     rows, lines = [], []
-    runs = runs.assign(behind=behind(runs), loss=capped_loss(runs))
+    runs = runs.assign(behind=behind(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
-        seeds = {seed: of_seed for seed, of_seed in part.groupby('seed')}
-        rates = {seed: ' '.join(map('{:g}'.format, of_seed.lr)) for seed, of_seed in seeds.items()}
-        most = max(rates.values(), key=lambda text: text.count(' '))
-        compared = [seed for seed in seeds if rates[seed] == most and len(seeds[seed]) > 1]
+        rates = part.groupby('seed').lr.agg(lambda lr: ' '.join(map('{:g}'.format, lr)))
+        n = part.groupby('seed').size()
+        most = rates[n.idxmax()]
+        compared = rates.index[(rates == most) & (n > 1)]
         lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
-                  f'rates {rates[seed]}' for seed in seeds if seed not in compared]
-        if not compared:
+                  f'rates {rates[seed]}' for seed in rates.index.difference(compared)]
+        if compared.empty:
             continue
-        sums, n, first = [], len(most.split()), part.iloc[0]
-        for seed in compared:
-            loss, start = seeds[seed].loss, seeds[seed].init_loss.min()
-            dead = loss.min() >= start - MIN_LEARNED
-            sums.append(math.nan if dead else (loss - loss.min()).sum(skipna=False))
-        n1 = np.array(sums) / (n - 1)
-        published = PUBLISHED.lrs.get((report.TYING[tying], size, variant), math.nan)
-        rows.append({
-            'size': size, 'weight_tying': tying, 'variant': variant, 'method': first.method, 'lam': first.lam,
-            'setting': first.setting + first.rounding, 'n_params': first.n_params, 'lrs': np.mean(sums) / n,
-            'lrs_n1': n1.mean(), 'n_lrs': n, 'rates': most, 'seeds': len(compared), 'lrs_n1_lowest': n1.min(),
-            'lrs_n1_highest': n1.max(), 'published': published if most == PAPER_LRS else math.nan,
-            'behind': max(seeds[seed].behind.max() for seed in compared)})
+        part = part[part.seed.isin(compared)]
+        seeds = part.groupby('seed')
+        sums = seeds.capped_loss.agg(lambda loss: (loss - loss.min()).sum(skipna=False))
+        sums = sums.mask(seeds.capped_loss.min() >= seeds.init_loss.min() - MIN_LEARNED)
+        n1, first = sums / (n.max() - 1), part.iloc[0]
+        rows.append([size, tying, variant, first.method, first.lam, first.setting + first.rounding,
+                     first.n_params, sums.mean(skipna=False) / n.max(), n1.mean(skipna=False), n.max(), most,
+                     part.behind.max(), len(compared), n1.min(skipna=False), n1.max(skipna=False)])
     return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
 
 
 # -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-user_path = os.path.expanduser  # bash does not expand the ~ in --out=~/results
-add = parser.add_argument
-add('runs', nargs='*', type=user_path, help='run folders, or folders of them: out/demo')
-add('--results', type=user_path, metavar='FILE.csv', help='a csv of runs instead')
-add('--out', type=user_path, help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
-
-
-def results_folder(inputs):
-    """The default of --out for these paths: results/NAME, or results/NAME+NAME+16_more."""
-    names = [Path(name).resolve().name for name in inputs]
-    more = [f'{len(names) - 2}_more'] if len(names) > 3 else names[2:]
-    return Path('results', '+'.join(names[:2] + more))
+parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders with runs: out/demo')
+parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
+parser.add_argument('--out', type=os.path.expanduser,
+                    help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
 
 
 def largest_mean_logit(runs):
     """A line on what BF16 costs the run that has the largest mean logit of those with BF16 logits, if any."""
-    rounded = runs[(runs.logits_dtype != 'float32') & runs.logit_mean.notna() & ~(runs.cap > 0)]
-    largest = rounded.loc[rounded.logit_mean.abs().sort_values().index[-1:]]  # one row, or none
+    rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
     return [f'Of BF16 logits {run.variant} at η = {run.lr:g} has the largest {train.verdict(run.logit_mean)}.'
-            for run in largest.itertuples()]
+            for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
 
 
 def main(argv=None):
@@ -482,7 +407,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
     inputs = args.runs or [args.results.removesuffix('results.csv').removesuffix('.csv')]
-    out = Path(args.out or results_folder(inputs))
+    out = Path(args.out or f'results/{"+".join(Path(name).resolve().name for name in inputs[:3])}')
 
     others = None  # runs that are not finished: their curves are drawn
     if args.runs:
@@ -491,9 +416,6 @@ def main(argv=None):
         runs, lines = read_runs(args.results)
         path = Path(args.results).with_name('curves.csv')
         curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
-    own = own_statistics(runs)
-    if own:
-        lines.append(f'columns that only the table of runs shows: {", ".join(own)}')
     compared = of_default_lam(runs)
     runs['behind'] = behind(compared)  # NaN for the rest
     methods, left_out = learning_rate_sensitivity(compared)
@@ -503,21 +425,21 @@ def main(argv=None):
         lines += dict.fromkeys(left_out + also_left_out)
     write_csv(out / 'lrs.csv', lrs.drop(columns='setting'))  # which `variant` has
 
-    tables = report.make_tables(runs, methods, several, own)
-    figures = report.draw_figures(runs.loc[compared.index].assign(capped_loss=capped_loss),
-                                  pd.concat([runs, others]), curves, out / 'figures')
+    of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *NAMED, 'behind'}]
+    tables = report.make_tables(runs, methods, several, of_a_fork)
+    figures = report.draw_figures(runs.loc[compared.index], pd.concat([runs, others]), curves,
+                                  out / 'figures')
     report.write_markdown(out / 'tables.md', tables)
-    first, *rest = tables  # the last is of all runs
     shown = ', '.join(inputs[:3]) + f' and {len(inputs) - 3} more' * (len(inputs) > 3)
-    lines = [*largest_mean_logit(runs), *report.describe(runs), *lines]
-    report.write_page(out / 'report.html', [first, *rest[:-1], *figures, *rest[-1:]],
-                      [f'What is shown: {shown}.', *lines])
+    lines = [*report.said_of_rounding(runs), *(table['message'] for table in tables if 'message' in table),
+             f'What is shown: {shown}.', *largest_mean_logit(runs), *report.describe(runs), *lines]
+    *first, all_runs = tables
+    report.write_page(out / 'report.html', [*first, *figures, all_runs], lines)
 
-    print('', *lines, sep='\n')
-    for table in tables[:-1]:
-        rows = table['rows'].replace({'</?[bu]>': '', '<sub>': '(', '</sub>': ')'}, regex=True)
+    for table in first:
+        rows = table['rows'].replace('</?[bu]>', '', regex=True)
         print(table['title'], rows.to_string(index=False), '', sep='\n')
-    print(first['message'], f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+    print(*lines, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
 
 
 if __name__ == '__main__':

@@ -8,7 +8,6 @@ import math
 import re
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
@@ -24,11 +23,11 @@ COLORS = {  # the first six are the paper's; other variants get the next of OTHE
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#393B79', 'max_z_loss': '#17BECF',
     'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22', 'centered_head': '#4B0082'}
-OTHERS = ['#000000', '#637939', '#7b4173', '#8c6d31', '#ff69b4', '#00ced1', '#843c39', '#6b6ecf']
-for shade in range(4):  # then more, in case there are many: some 40 that all differ
-    more = plt.get_cmap('tab20c').colors[shade::4] + plt.get_cmap('tab20b').colors[shade::4]
-    OTHERS += [color for color in map(to_hex, more) if color not in OTHERS and color != '#393b79']
-CURES = ['mu_loss', 'mu_centering', 'centered_head']
+HUES = plt.get_cmap('tab20b').colors + plt.get_cmap('tab20c').colors  # ten hues in four shades each
+OTHERS = ['#000000', *(to_hex(color) for shade in range(4) for color in HUES[shade::4])]
+OTHERS.remove('#393b79')  # AdamW's decay has it
+PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
+SAME = [*PLACE, 'setting', 'rounding', 'seed']  # of runs of several methods that differ in nothing else
 
 # -------- tables: dicts of title, message, rows and caption
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
@@ -43,12 +42,6 @@ EXPLAINED = {  # columns of the table of runs
               'its size, tying, setting and learning rate; empty: not compared',
     'model_step': 'of the model measured', 'mean_share': 'V‖μ‖² / ‖E‖², 1 if all embeddings are equal',
     'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1'}
-
-
-def places(runs):
-    """The runs of each size, tying and learning rate, and what that is called in titles and in files."""
-    for (size, tying, lr), rows in runs.groupby(['size', 'weight_tying', 'lr'], sort=False):
-        yield rows, f'{size}, {TYING[tying]}, η = {lr:g}', f'{size}_{TYING[tying]}_lr{lr:g}'
 
 
 def grid(cells, *names):
@@ -68,102 +61,41 @@ def lrs_table(lrs, column, title):
     cells, said = {}, []
     for size, rows in lrs.groupby('size', sort=False):
         shown = rows.lrs_n1.round(3).where(rows.rates == usual)
-        best = rows[shown == shown.min()]
-        rivals = rows[shown > shown.min()]
+        best, rivals = rows[shown == shown.min()], rows[shown > shown.min()]
         overlap = (rivals.lrs_n1_lowest <= best.lrs_n1_highest.max()).any()
         winners = [] if overlap else [*best.variant]
-        named = ', '.join(f'{name} {shown.min():.3f}' for name in winners)
         nothing = 'undecided, as ranges overlap' if overlap else 'nothing was learned'
-        said.append(f'{size} {named or nothing}')
+        said.append(f'{size} {", ".join(f"{name} {shown.min():.3f}" for name in winners) or nothing}')
         for run in rows.itertuples():
-            cell = f'{run.lrs_n1:.3f}'
-            if run.rates != usual:
-                cell += f' ({run.n_lrs} lr)'
+            cell = f'{run.lrs_n1:.3f}' + f' ({run.n_lrs} lr)' * (run.rates != usual)
             if run.behind == 0:
                 cell = f'<u>{cell}</u>'
             if run.variant in winners:
                 cell = f'<b>{cell}</b>'
             if run.seeds > 1:
                 cell += f' [{run.lrs_n1_lowest:.3f}, {run.lrs_n1_highest:.3f}]'
-            if not math.isnan(run.published):
-                cell += f' <sub>{run.published:.3f}</sub>'
             cells[size, getattr(run, column)] = '-' if math.isnan(run.lrs_n1) else cell
     message = f'{title}: lowest, which is best: {"; ".join(said)}.'
     return dict(title=title, message=message, rows=grid(cells, 'N'), caption=(
         'Lower is better, in nats: how far the test losses at the n learning rates lie above the lowest of '
-        'them, summed / (n - 1); means over seeds [lowest, highest]. Bold: the lowest of its size, unless '
-        'ranges of others reach into its own. Underlined: within 1% of the best method at every learning '
-        "rate; in a table of several λ, of the best pair of method and λ. Small: the paper's, of one seed. "
-        '(n lr): over other learning rates than most. -: no runs, or nothing was learned at any of them.'))
-
-
-def with_rounding(rows):
-    """Whether some runs of one place are alike, seed and all, but for the logits' precision or a vector."""
-    return rows.groupby(['method', 'lam', 'setting', 'seed'], dropna=False).rounding.nunique().max() > 1
-
-
-def said_of_rounding(runs):
-    """Of the runs whose losses lie farthest apart by rounding: these, and runs of a cure beside them."""
-    farthest, said = -1, ''
-    alike = ['size', 'weight_tying', 'lr', 'method', 'lam', 'setting', 'seed']
-    for _, twins in runs.groupby(alike, dropna=False, sort=False):
-        loss = twins.test_loss.fillna(math.inf)
-        worst = twins.loc[loss.idxmax()]
-        if len(twins) == 1 or loss.max() - loss.min() <= farthest:
-            continue
-        farthest = loss.max() - loss.min()
-        ends = []
-        for run in twins.itertuples():
-            vector = f' and a vector of norm {run.mu_shift:g}' if twins.mu_shift.nunique() > 1 else ''
-            mean = '' if math.isnan(run.logit_mean) else f' (mean logit {run.logit_mean:,.0f})'
-            ends.append(f'{run.test_loss:.2f} with {run.logits} logits{vector}{mean}')
-        name = NAMES.get(worst.method, worst.method) + worst.setting
-        said = f'By rounding alone, {name} at η = {worst.lr:g} ends at a test loss of {", ".join(ends)}.'
-        beside = ['size', 'weight_tying', 'lr', 'seed', 'setting', 'mu_shift', 'logits']
-        cures = runs[runs.method.isin(CURES) & (runs[beside] == worst[beside]).all(axis=1)]
-        cures = [f'{run.variant.removesuffix(run.rounding)} {run.test_loss:.2f}' for run in cures.itertuples()
-                 if run.test_loss < loss.max()]
-        said += f' With {" or ".join(cures)}, in {worst.logits} too.' if cures else ''
-    return said
-
-
-def rounding_table(runs):
-    """What rounding does: all runs of the places where some differ by it alone, a line each, or None."""
-    runs = pd.concat([rows for rows, *_ in places(runs) if with_rounding(rows)] or [runs[:0]])
-    if runs.empty:
-        return None
-    runs = runs.assign(logits=runs.logits_dtype.map({'float32': 'fp32'}).fillna('BF16'))
-    columns = {'run': runs.variant, 'size': runs['size'], 'tying': runs.weight_tying.map(TYING),
-               'η': runs.lr.map('{:g}'.format), 'seed': runs.seed.map('{:.0f}'.format), 'logits': runs.logits,
-               'vector': runs.mu_shift.map('{:g}'.format), 'test loss': runs.test_loss.map('{:.2f}'.format),
-               'mean logit': runs.logit_mean.map('{:,.1f}'.format)}
-    caption = ('All runs at a learning rate at which some differ only in the precision of the logits, or in '
-               'a vector of this norm that was added to all output embeddings at the start. The mean of the '
-               'embeddings adds one number to all logits of a position, which changes no probability or '
-               'gradient but by rounding: between 512 and 1,024 BF16 has only the multiples of 4. All began '
-               f'at {runs.init_loss.min():.2f} to {runs.init_loss.max():.2f}. nan: not finite, or unknown.')
-    return dict(title='What rounding does', rows=pd.DataFrame(columns), message=said_of_rounding(runs),
-                caption=caption)
+        'them, summed / (n - 1); means over seeds [lowest, highest]. Bold: lowest, and no range of others '
+        'reaches into its own. Underlined: within 1% of the best method (and λ) at every learning rate. '
+        '(n lr): over other learning rates than most. -: no runs, or nothing was learned.'))
 
 
 def seed_table(runs):
     """Test losses minus the baseline's of the same seed, where a variant shares two with it, or None."""
-    alike = ['size', 'weight_tying', 'lr', 'setting', 'rounding', 'seed']
-    baseline = runs[runs.method == 'baseline'][[*alike, 'test_loss']]
-    pairs = runs[runs.method != 'baseline'].merge(baseline, on=alike, suffixes=('', '_of_baseline'))
-    cells = {}
-    place = ['size', 'weight_tying', 'lr', 'variant']
-    for (size, tying, lr, variant), rows in pairs.groupby(place, sort=False):
-        gaps = (rows.test_loss - rows.test_loss_of_baseline).dropna()
-        if len(gaps) > 1:
-            mean, low, high = (round(x, 3) + 0.0 for x in (gaps.mean(), gaps.min(), gaps.max()))  # no -0.0
-            cells[size, TYING[tying], f'{lr:g}', variant] = f'{mean:+.3f} [{low:+.3f}, {high:+.3f}]'
-    if not cells:
-        return None
-    table = grid(cells, 'N', 'tying', 'η')
-    return dict(title='Test loss minus that of the baseline of the same seed', rows=table, caption=(
-        'In nats, means over the seeds that both have [lowest, highest]; such runs have the same data in the '
-        'same order. Below 0, the method is better. -: fewer than two such seeds.'))
+    baseline = runs[runs.method == 'baseline'][[*SAME, 'test_loss']]
+    pairs = runs[runs.method != 'baseline'].merge(baseline, on=SAME, suffixes=('', '_of_baseline'))
+    pairs = pairs.assign(gap=pairs.test_loss - pairs.test_loss_of_baseline)
+    gaps = pairs.groupby([*PLACE, 'variant'], sort=False).gap.agg(['mean', 'min', 'max', 'count'])
+    gaps = gaps[gaps['count'] > 1].round(3) + 0.0  # never -0.000
+    cells = {(size, TYING[tying], f'{lr:g}', variant): f'{mean:+.3f} [{lowest:+.3f}, {highest:+.3f}]'
+             for (size, tying, lr, variant), mean, lowest, highest, _ in gaps.itertuples()}
+    return cells and dict(
+        title='Test loss minus that of the baseline of the same seed', rows=grid(cells, 'N', 'tying', 'η'),
+        caption='In nats, means over the seeds that both have [lowest, highest]. Below 0, the method is '
+                'better. -: fewer than two such seeds.')
 
 
 def run_table(runs, own_statistics):
@@ -172,40 +104,39 @@ def run_table(runs, own_statistics):
     known = runs[[*formats]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(formats[column.name].format))
     cells = cells.replace({'nan': '', 'nan%': '', '-0.000': '0.000'})
-    said = []
-    for (size, tying), rows in runs.dropna(subset='test_loss').groupby(['size', 'weight_tying'], sort=False):
-        best = rows.loc[rows.test_loss.idxmin()]
-        said.append(f'{best.variant} of {size}, {TYING[tying]}, at η = {best.lr:g}: {best.test_loss:.4f}')
+    finite = runs.dropna(subset='test_loss')
+    best = finite.loc[finite.groupby(['size', 'weight_tying'], sort=False).test_loss.idxmin()]
+    said = [f'{run.variant} of {run.size}, {TYING[run.weight_tying]}, at η = {run.lr:g}: {run.test_loss:.4f}'
+            for run in best.itertuples()]
     message = f'Lowest test loss: {"; ".join(said) or "none was finite"}.'
     caption = ' '.join(f'{name}: {text}.' for name, text in EXPLAINED.items() if name in cells)
     return dict(title='All runs', rows=cells, message=message, caption=caption)
 
 
-def make_tables(runs, methods, several, own_statistics=()):
+def make_tables(runs, methods, several, own_statistics):
     """
-    All tables that there are data for, of runs and of lrs.csv's rows of methods and of several λ: what
-    rounding does, LRS of each tying, differences between runs of one seed, and, always, all runs.
+    All tables that there are data for, of runs and of lrs.csv's rows of methods and of several λ: LRS of each
+    tying, differences between runs of one seed, and, always, all runs.
     """
-    tables = [rounding_table(runs)]
+    tables = []
     for tying, word in TYING.items():
         title = f'Learning rate sensitivity (LRS), {word}'
         tables.append(lrs_table(methods[methods.weight_tying == tying], 'variant', title))
-        for (method, setting), rows in several[several.weight_tying == tying].groupby(
-                ['method', 'setting'], sort=False):
-            rows = rows.sort_values('lam', kind='stable').assign(lam=rows.lam.map('{:g}'.format))
-            name = f'{NAMES.get(method, method)}{setting}'
+        of_tying = several[several.weight_tying == tying].sort_values('lam', kind='stable')
+        for (method, setting), rows in of_tying.groupby(['method', 'setting'], sort=False):
+            rows, name = rows.assign(lam=rows.lam.map('{:g}'.format)), NAMES.get(method, method) + setting
             tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
     tables += [seed_table(runs), run_table(runs, own_statistics)]
     return [table for table in tables if table]
 
 
-# -------- figures: each function draws one, or returns None without data
+# -------- figures
 STYLES = {  # marker and line of a size; of others like those of tiny
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
 LABELS = {
-    'lr': r'learning rate $\eta$', 'capped_loss': 'test loss', 'val_loss': 'val loss',
-    'loss': 'training loss', 'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
+    'lr': r'learning rate $\eta$', 'capped_loss': 'test loss', 'loss': 'training loss',
+    'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
     'logit_mean': r'mean logit $\bar{l}$', 'logit_mean_spread': r'spread of the mean logit',
     'logit_std': r'standard deviation $\sigma_l$', 'logit_absmax': r'largest logit, $\max_i |l_i|$',
     'r_emb': r'$r_{\rm emb}$', 'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
@@ -242,17 +173,6 @@ def draw_lines(ax, rows, y):
     ax.xaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_curves(ax, rows, curves, y):
-    """y over the steps as logged, a line for each run that has it."""
-    for run in rows.itertuples():
-        curve = curves[run.run].dropna(subset=y) if y in curves[run.run] else curves[run.run][:0]
-        if len(curve):
-            ax.plot(curve.step, curve[y], color=run.color, label=run.variant, linewidth=1)
-    if ax.lines:
-        stretch(ax, np.concatenate([line.get_ydata() for line in ax.lines]))
-    ax.set(title=LABELS[y], xlabel='step')
-
-
 def stretch(ax, values):
     """A log y axis for positive values over a factor of ten or more; linear up to 1 for others beyond 100."""
     low, high = values.min(), values.max()
@@ -265,7 +185,7 @@ def stretch(ax, values):
 
 
 def legend(figure, rows):
-    """Below the figure, if there are several: the colors of variants, markers of sizes, fillings; seeds."""
+    """Below the figure, of what there are several: the colors of variants, markers of sizes, fillings."""
     handles = [Line2D([], [], color=run.color, label=run.variant)
                for run in rows.drop_duplicates('variant').itertuples()]
     sizes = rows['size'].unique()
@@ -275,179 +195,138 @@ def legend(figure, rows):
     if (rows.behind == 1).any():
         for label, face in (('over 1% above the best method', 'black'), ('within 1% of it', 'white')):
             handles.append(Line2D([], [], color='black', marker='o', mfc=face, ls='', label=label))
-    several = rows.duplicated(['size', 'variant', 'lr']).any()
-    figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4,
-                  title='points: means over seeds; bars: from the lowest to the highest' if several else None)
+    figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
 
 
-def legend_of_lines(figure, ax):
-    """Below the figure: the color of each variant that has a line on ax."""
-    handles = {line.get_label(): line for line in ax.lines}
+def against_lr(rows, columns):
+    """A figure with a panel for each column, against the learning rate, or None without data."""
+    rows = rows.dropna(subset=columns, how='all')
+    if rows.lr.nunique() < 2:
+        return None
+    figure, axes = plt.subplots(math.ceil(len(columns) / 2), min(len(columns), 2), squeeze=False)
+    figure.set_size_inches(7.5, 1.2 + 2.7 * len(axes))
+    for ax, column in zip(axes.flat, columns, strict=True):
+        # the model of a run that was not finite is of its last checkpoint, of step 0 even
+        shown = rows if column == 'capped_loss' else rows[rows.test_loss.notna()]
+        draw_lines(ax, shown.dropna(subset=column), column)
+        if column.startswith('r_'):
+            ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
+        elif column != 'capped_loss':
+            stretch(ax, shown[column])
+    legend(figure, rows)
+    return figure
+
+
+def against_step(rows, curves, columns):
+    """A figure with a panel for each column, against the step as logged, a line for each run."""
+    figure, axes = plt.subplots(math.ceil(len(columns) / 3), min(len(columns), 3), sharex=True, squeeze=False)
+    figure.set_size_inches(10, 3.2 * len(axes))
+    for ax, column in zip(axes.flat, columns, strict=True):
+        for run in rows.itertuples():
+            curve = curves[run.run].dropna(subset=column)
+            ax.plot(curve.step, curve[column], color=run.color, label=run.variant, linewidth=1)
+        stretch(ax, pd.concat([curves[run][column] for run in rows.run]))
+        ax.set(title=LABELS[column], xlabel='step')
+    handles = {line.get_label(): line for line in axes[0, 0].lines}
     figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
     return figure
 
 
-def four_panels(rows, columns):
-    """A panel for each of four columns, against the learning rate."""
-    rows = rows[rows.test_loss.notna()]  # the model of others is of their last checkpoint, of step 0 even
-    if rows.lr.nunique() < 2 or rows[columns].isna().all(axis=None):
-        return None
-    figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.2))
-    for ax, column in zip(axes.flat, columns, strict=True):
-        draw_lines(ax, rows.dropna(subset=column), column)
-        if column.startswith('r_'):
-            ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
-        else:
-            stretch(ax, rows[column])
-    legend(figure, rows)
-    return figure
-
-
-def summary(rows):
-    rows = rows[rows['size'] == rows['size'].iloc[0]]
-    rows = rows[rows.variant.isin(['baseline', NAMES['mu_loss'], NAMES['mu_centering']])]
-    if rows.variant.nunique() < 2 or rows.lr.nunique() < 2 or rows.logit_mean.isna().all():
-        return None
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3.2))
-    for ax, column in zip(axes, ['capped_loss', 'logit_mean'], strict=True):
-        draw_lines(ax, rows.assign(size='').dropna(subset=column), column)
-    legend(figure, rows)
-    return figure
-
-
-def loss(rows):
-    """Figures 2 and 9: on the left at all learning rates; on the right, of each size, at the largest two."""
-    rates = sorted(rows.lr.unique())
-    if len(rates) < 2:
-        return None
-    sizes = rows['size'].unique() if len(rates) > 2 else ()
-    figure, axes = plt.subplots(1, 1 + len(sizes), figsize=(5.1 + 1.5 * len(sizes), 3.8), sharey=True,
-                                width_ratios=[3] + [1] * len(sizes), squeeze=False)
-    draw_lines(axes[0, 0], rows, 'capped_loss')
-    for ax, size in zip(axes[0, 1:], sizes, strict=True):
-        draw_lines(ax, rows[(rows['size'] == size) & rows.lr.isin(rates[-2:])], 'capped_loss')
-        ax.set(title=size, ylabel='', xlabel=r'$\eta$')
-        ax.minorticks_off()
-    legend(figure, rows)
-    return figure
-
-
-def statistics(rows):
-    return four_panels(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax'])
-
-
-def fact_3(rows):
-    return four_panels(rows[rows.method == 'baseline'], ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])
-
-
-def rounding(rows, curves):
-    if not with_rounding(rows):
-        return None
-    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.5))
-    for ax, column in zip(axes, ['loss', 'logit_mean'], strict=True):
-        draw_curves(ax, rows, curves, column)
-    return legend_of_lines(figure, axes[0])
-
-
-def training(rows, curves):
-    evaluations = [curves[run].val_loss.count() for run in rows.run if 'val_loss' in curves[run]]
-    columns = ['val_loss' if evaluations and np.median(evaluations) > 1 else 'loss', 'mu_norm', 'logit_mean',
-               'logit_mean_spread', 'logit_std', 'logit_absmax']
-    figure, axes = plt.subplots(2, 3, figsize=(10, 5.6), sharex=True)
-    for ax, column in zip(axes.flat, columns, strict=True):
-        draw_curves(ax, rows, curves, column)
-    return legend_of_lines(figure, axes[0, 0])  # of the loss
-
-
-FIGURES = [  # function, title, caption
-    (rounding, 'What rounding does',
-     'Training loss and mean logit as logged, a line for each run. Equal lines hide each other.'),
-    (summary, 'Test loss and mean logit against learning rate',
-     'Of the first size. A loss above the one at initialisation is drawn as that one. Filled: what the paper '
-     'calls diverged: another method was over 1% better there.'),
-    (loss, 'Test loss against learning rate',
-     'A loss above the one at initialisation is drawn as that one. Small panels: the two largest learning '
-     'rates. Filled: what the paper calls diverged: another method was over 1% better there. (Figures 2, 9)'),
-    (statistics, 'Mean embedding and logits against learning rate',
-     'The norm of the mean μ of the output embeddings; of the logits of a position their mean, standard '
-     'deviation and largest |logit|, means over the test positions of runs that were finite. (Figure 4)'),
-    (fact_3, 'What centering would change in the baseline',
-     'r_emb: the norm of an output embedding minus μ, divided by that without. r_cos, r_log: likewise for '
-     'the largest |cosine| with a hidden state h and the largest |logit| of a position. Below 1, the dotted '
-     'line, centering lowers it. cos(μ, h): the cosine of the mean embedding and h. Means over the '
-     'vocabulary or test positions, of runs that were finite. (Figure 5)'),
-    (training, 'Training curves',
-     'A line for each run, as logged: its loss; the norm of the mean μ of the output embeddings; of the '
-     'logits of a position their mean, how that varies, their standard deviation and the largest |logit|. '
-     'Of a log of more than 1,000 lines every second, third, ... is drawn. Equal lines hide each other.')]
+STATISTICS = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
+FILLED = ('Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is '
+          'drawn as that one. Filled: what the paper calls diverged: another method was over 1% better there.')
+FIGURES = {  # title, caption
+    'summary': ('Test loss and mean logit against learning rate', f'Of the first size. {FILLED}'),
+    'loss': ('Test loss against learning rate', f'{FILLED} (Figures 2, 9)'),
+    'statistics': ('Mean embedding and logits against learning rate', 'Means over positions. (Figure 4)'),
+    'fact_3': ('What centering would change in the baseline', (
+        'r_emb: the norm of an embedding minus μ, divided by that without. r_cos, r_log: likewise the '
+        'largest |cosine| with h, and |logit|. Below 1, the dotted line, centering lowers it. (Figure 5)')),
+    'rounding': ('What rounding does', 'Equal lines hide each other.'),
+    'training': ('Training curves', 'As logged, at most 1,000 lines of a log. Equal lines hide each other.')}
 
 
 def draw_figures(compared, everything, curves, folder):
-    """
-    Draws what there are data for, as PNG files in `folder` -> their titles, captions and files: of the runs
-    that are `compared` by learning rate, and of `everything` that has a curve. What an earlier analysis drew
-    there goes.
-    """
-    curves = dict(iter(curves[curves.step > 0].groupby('run'))) if len(curves) else {}
-    logged = everything[everything.run.isin(curves)]
-    variants = [*everything.variant]
-    compared, logged = with_colors(compared, variants), with_colors(logged, variants)
+    """Draws runs `compared` by learning rate, and of `everything` curves -> titles, captions, files."""
+    folder.mkdir(exist_ok=True)
+    for old in [path for name in FIGURES for path in folder.glob(f'{name}_*.png')]:
+        old.unlink()  # of an earlier analysis
     figures = []
-    for function, title, caption in FIGURES:
-        for old in folder.glob(f'{function.__name__}_*.png'):
-            old.unlink()
-        if function in (rounding, training):
-            drawn = [(what, name, function(rows, curves)) for rows, what, name in places(logged)]
-        else:
-            drawn = [(word, word, function(rows)) for tying, word in TYING.items()
-                     if len(rows := compared[compared.weight_tying == tying])]
-        for what, name, figure in drawn:
-            if figure:
-                path = folder / f'{function.__name__}_{name}.png'
-                path.parent.mkdir(exist_ok=True)
-                figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
-                figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
-                plt.close(figure)
-                figures.append(dict(title=f'{title}, {what}', caption=caption, file=path))
+
+    def keep(name, place, figure):
+        if figure:
+            path = folder / f'{name}_{place.replace(", ", "_").replace("η = ", "lr")}.png'
+            figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
+            figure.savefig(path, bbox_inches='tight')  # or a wide legend would be cut off
+            plt.close(figure)
+            title, caption = FIGURES[name]
+            figures.append(dict(title=f'{title}, {place}', caption=caption, file=path))
+
+    compared = with_colors(compared, everything.variant)
+    for tying, rows in compared.groupby('weight_tying'):
+        word, first = TYING[tying], rows[rows['size'] == rows['size'].iloc[0]].assign(size='')
+        three = first[first.variant.isin(['baseline', NAMES['mu_loss'], NAMES['mu_centering']])]
+        keep('summary', word, against_lr(three, ['capped_loss', 'logit_mean']))
+        keep('loss', word, against_lr(rows, ['capped_loss']))
+        keep('statistics', word, against_lr(rows, STATISTICS))
+        baseline = rows[rows.method == 'baseline']
+        keep('fact_3', word, against_lr(baseline, ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']))
+
+    columns = ['loss', 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax']
+    curves = curves.reindex(columns=['run', 'step', *columns])
+    curves = dict(iter(curves[curves.step > 0].groupby('run')))
+    logged = with_colors(everything, everything.variant)[everything.run.isin(curves)]
+    for (size, tying, lr), rows in logged.groupby(PLACE, sort=False):
+        place = f'{size}, {TYING[tying]}, η = {lr:g}'
+        alike = rows.groupby(['method', 'lam', 'setting', 'seed'], dropna=False)
+        if alike.rounding.nunique().max() > 1:
+            keep('rounding', place, against_step(rows, curves, ['loss', 'logit_mean']))
+        keep('training', place, against_step(rows, curves, columns))
     return figures
 
 
 # -------- the pages
 DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size', 'mu_shift',
-             'cap', 'dtype', 'logits_dtype', 'device', 'data']
+             'cap', 'dtype', 'logits_dtype', 'device']
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
-  img { max-width: 100%; } div { overflow-x: auto; }
+  h1 + p { font-weight: bold; } img { max-width: 100%; } div { overflow-x: auto; }
   td, th { padding: .1rem .3rem; text-align: right; font-size: .75rem; white-space: nowrap; }
   td:first-child, th:first-child { position: sticky; left: 0; background: white; text-align: left; }
 </style>'''
 
 
+def said_of_rounding(runs):
+    """A line on the runs farthest apart by rounding alone, and runs of a cure beside the worse one."""
+    runs = runs.assign(loss=runs.test_loss.fillna(1e9))
+    alike = runs.groupby([*PLACE, 'method', 'lam', 'setting', 'seed'], dropna=False, sort=False)
+    pairs = [rows.sort_values('loss').iloc[[-1, 0]] for _, rows in alike if len(rows) > 1]
+    if not pairs:
+        return []
+    pair = max(pairs, key=lambda rows: rows.loss.iloc[0] - rows.loss.iloc[1])
+    beside = runs[(runs[SAME] == pair[SAME].iloc[0]).all(axis=1) & (runs.loss < pair.loss.max())]
+    cures = beside[beside.method.isin(['mu_loss', 'mu_centering', 'centered_head'])]
+    ends = ', '.join(f'{run.variant} ends at {run.test_loss:.2f} (mean logit {run.logit_mean:,.0f})'
+                     for run in pd.concat([pair, cures]).itertuples()).replace(' (mean logit nan)', '')
+    return [f'What rounding does at η = {pair.lr.iloc[0]:g}: {ends}.']
+
+
 def describe(runs):
     """Lines that say what was run, and what too few rates, steps or seeds cannot say."""
-    named = runs.assign(weight_tying=runs.weight_tying.map(TYING),
-                        method=runs.method.map(NAMES).fillna(runs.method))
-    facts = []
-    for column in named.columns.intersection(DESCRIBED, sort=False):
-        values = named[column].dropna().unique()
-        values = [x if isinstance(x, str) else f'{x:.12g}' for x in values if x != '']
-        if any(value != '0' for value in values):  # a seed of 0 alone is an unknown one
-            facts.append(f'{column}: {", ".join(values)}')
-    lines = [f'{len(runs)} run{"s" * (len(runs) > 1)}. {"; ".join(facts)}.']
+    lines = [f'Runs: {len(runs)}.']
+    for column in runs.columns.intersection(DESCRIBED, sort=False):
+        values = [x if isinstance(x, str) else f'{x:.12g}' for x in runs[column].dropna().unique() if x != '']
+        lines[0] += f' {column}: {", ".join(values)}.' * (values not in ([], ['0']))  # 0: perhaps unknown
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
     if of_variant.lr.nunique().max() < MIN_RATES:
-        line = f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one setting'
-        settings = [x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x]
-        split = runs.lr.nunique() >= MIN_RATES and settings  # as by --min_lr = lr / 10
-        lines.append(f'{line}; here settings differ: {"; ".join(settings[:4])}.' if split else f'{line}.')
+        settings = '; '.join(x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x)
+        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one setting'
+                     + f'; there are: {settings}.' * bool(settings))
     if runs.steps.max() < 10_000:
         lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = of_variant.seed.nunique()
-    few = dict.fromkeys(name for *_, name in seeds.index[seeds < 3])
-    if few:
-        which = '' if (seeds < 3).all() else f' ({"; ".join([*few][:6])}{"; ..." * (len(few) > 6)})'
-        lines.append(f'With fewer than three seeds{which}, a difference between methods may be chance.')
-    return lines
+    few = '; '.join(dict.fromkeys(name for *_, name in seeds.index[seeds < 3]))
+    return lines + [f'With fewer than three seeds a difference may be chance: {few}.'] * bool(few)
 
 
 def write_markdown(path, tables):
@@ -460,28 +339,21 @@ def write_markdown(path, tables):
 
 
 def marked(text):
-    """Text -> HTML, with the marks of tables alone: <b>, <u> and <sub>."""
-    return re.sub(r'&lt;(/?(b|u|sub))&gt;', r'<\1>', html.escape(str(text)))
+    """Text -> HTML, with the marks of tables alone: <b> and <u>."""
+    return re.sub('&lt;(/?[bu])&gt;', r'<\1>', html.escape(str(text)))
 
 
 def write_page(path, items, lines):
-    """
-    Writes report.html, which needs no other file, of tables and figures. `lines` say what was run and what is
-    missing: they come first, but after the first table if that has a message.
-    """
-    parts = []
+    """Writes report.html, which needs no other file: lines, the first bold, then tables and figures."""
+    parts = [STYLE, f'<h1>{html.escape(path.resolve().parent.name)}</h1>']
+    parts += [f'<p>{html.escape(line)}</p>' for line in lines]
     for item in items:
-        part = f'<h2>{html.escape(item["title"])}</h2>\n'
-        if 'message' in item:
-            part = f'<p><b>{html.escape(item["message"])}</b></p>\n' + part
+        parts.append(f'<h2>{html.escape(item["title"])}</h2>')
         if 'rows' in item:
             rows = item['rows'].map(marked).rename(columns=lambda name: marked(name).replace('_', '_<br>'))
-            part += f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>\n'
+            parts.append(f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>')
         else:
             image = base64.b64encode(item['file'].read_bytes()).decode()
-            part += f'<img src="data:image/png;base64,{image}">\n'
-        parts.append(f'{part}<p>{html.escape(item["caption"])}</p>\n')
-    paragraphs = ''.join(f'<p>{html.escape(line)}</p>\n' for line in lines)
-    parts.insert(1 if 'message' in items[0] else 0, paragraphs)
-    page = f'{STYLE}<h1>{html.escape(path.resolve().parent.name)}</h1>\n{"".join(parts)}'
-    path.write_text(page, encoding='utf-8')
+            parts.append(f'<img src="data:image/png;base64,{image}">')
+        parts.append(f'<p>{html.escape(item["caption"])}</p>')
+    path.write_text('\n'.join(parts), encoding='utf-8')

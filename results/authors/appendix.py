@@ -28,7 +28,7 @@ QUANTITIES = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
 
 def named(rows):
     """Names without λ."""
-    return rows.method.map(report.NAMES).fillna(rows.method) + rows.setting
+    return rows.method.replace(report.NAMES) + rows.setting
 
 
 def draw_lrs(ax, lrs):
@@ -42,10 +42,7 @@ def draw_lrs(ax, lrs):
 
 
 def lrs_of_sizes(lrs):
-    """
-    LRS against size. How far the test losses at the n learning rates lie above the lowest of them, summed /
-    (n - 1). (Figures 3 and 10)
-    """
+    """LRS (n - 1) against size. (Figures 3 and 10)"""
     if lrs.n_params.nunique() < 2:
         return None
     figure, ax = plt.subplots(figsize=(7.5, 4))
@@ -55,10 +52,7 @@ def lrs_of_sizes(lrs):
 
 
 def sensitivity(runs, lrs):
-    """
-    Several λ. Top: test loss against learning rate, at most the one at initialisation. Bottom: LRS against
-    size. (Figure 8)
-    """
+    """Several λ. Top: test loss against learning rate. Bottom: LRS against size. (Figure 8)"""
     colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.dropna().unique()))}
     runs, lrs = (rows.assign(name=named(rows), variant=rows.lam.map('λ={:g}'.format),
                              color=rows.lam.map(colors)) for rows in (runs, lrs))
@@ -75,10 +69,7 @@ def sensitivity(runs, lrs):
 
 
 def distributions(rows):
-    """
-    Distributions in the baseline, of one seed. Boxes: quartiles and extrema over the vocabulary or the
-    positions. Right axis: the share below 1, or for cos(μ, h) above 0. (Figures 11 and 12)
-    """
+    """The baseline's quartiles and extrema; right: the share below 1 or above 0. (Figures 11 and 12)"""
     rows = rows[rows.variant == 'baseline'].dropna(subset=['median', 'test_loss'])
     if rows.empty:
         return None
@@ -131,7 +122,7 @@ def main(folder=HERE):
     if folder == HERE:
         analyze.main([f'--results={csv}', f'--out={folder}'])
     all_runs, _ = analyze.read_runs(csv)
-    all_runs = report.with_colors(all_runs, all_runs.variant).assign(capped_loss=analyze.capped_loss)
+    all_runs = report.with_colors(all_runs, all_runs.variant)
     compared = []  # runs and LRS, of the default λ and of several
     for part in (analyze.of_default_lam(all_runs), analyze.of_several_lam(all_runs)):
         lrs, _ = analyze.learning_rate_sensitivity(part)
