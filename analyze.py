@@ -55,10 +55,9 @@ def centering_ratios(h, E):
 
 def measure_embeddings(E):
     """What can be measured from E (V, H) alone: |mu|, the mean's share V |mu|^2 / |E|_F^2, and r_emb."""
-    mu = E.mean(dim=0)
+    mu, r_emb = E.mean(dim=0), norm_ratios(E).double().mean()
     share = len(E) * mu.square().sum() / E.square().sum()
-    numbers = {'mu_norm': mu.norm(), 'mean_share': share, 'r_emb': norm_ratios(E).double().mean()}
-    return {name: number.item() for name, number in numbers.items()}
+    return {'mu_norm': mu.norm().item(), 'mean_share': share.item(), 'r_emb': r_emb.item()}
 
 
 def concatenate(parts):
@@ -391,8 +390,7 @@ parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]',
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders with runs: out/demo')
 parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
-parser.add_argument('--out', type=os.path.expanduser,
-                    help='folder to write to (default: results/NAME, of several inputs NAME+NAME)')
+parser.add_argument('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME)')
 
 
 def largest_mean_logit(runs):
@@ -421,22 +419,21 @@ def main(argv=None):
     methods, left_out = learning_rate_sensitivity(compared)
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
-    if lrs.n_lrs.max() >= report.MIN_RATES:
+    if lrs.n_lrs.max() >= report.MIN_RATES:  # or there is no LRS that they could be left out of
         lines += dict.fromkeys(left_out + also_left_out)
     write_csv(out / 'lrs.csv', lrs.drop(columns='setting'))  # which `variant` has
 
     of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *NAMED, 'behind'}]
     tables = report.make_tables(runs, methods, several, of_a_fork)
-    figures = report.draw_figures(runs.loc[compared.index], pd.concat([runs, others]), curves,
-                                  out / 'figures')
     report.write_markdown(out / 'tables.md', tables)
-    shown = ', '.join(inputs[:3]) + f' and {len(inputs) - 3} more' * (len(inputs) > 3)
-    lines = [*report.said_of_rounding(runs), *(table['message'] for table in tables if 'message' in table),
-             f'What is shown: {shown}.', *largest_mean_logit(runs), *report.describe(runs), *lines]
-    *first, all_runs = tables
-    report.write_page(out / 'report.html', [*first, *figures, all_runs], lines)
+    compared, everything = runs.loc[compared.index], pd.concat([runs, others])
+    figures = report.draw_figures(compared, everything, curves, out / 'figures')
+    messages = [table['message'] for table in tables if 'message' in table]
+    lines = [*report.said_of_rounding(runs), *messages, f'What is shown: {", ".join(inputs)}.',
+             *largest_mean_logit(runs), *report.describe(runs), *lines]
+    report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)
 
-    for table in first:
+    for table in tables[:-1]:
         rows = table['rows'].replace('</?[bu]>', '', regex=True)
         print(table['title'], rows.to_string(index=False), '', sep='\n')
     print(*lines, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')

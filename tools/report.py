@@ -1,7 +1,4 @@
-"""
-Tables, figures and a page of the runs and curves that analyze.py has read, named and compared: tables.md,
-figures/*.png and report.html. Nothing is decided here but how it looks.
-"""
+"""Tables, figures and a page of what analyze.py has read, named and compared. Nothing is decided here."""
 import base64
 import html
 import math
@@ -38,8 +35,7 @@ FORMATS = {  # of columns of results.csv
     'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
 EXPLAINED = {  # columns of the table of runs
-    'behind': "1 if the variant's test loss, a mean over seeds, is not finite or over 1% above the lowest at "
-              'its size, tying, setting and learning rate; empty: not compared',
+    'behind': '1 if the mean over seeds is over 1% above the lowest there, or not finite; empty: alone',
     'model_step': 'of the model measured', 'mean_share': 'V‖μ‖² / ‖E‖², 1 if all embeddings are equal',
     'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1'}
 
@@ -114,10 +110,7 @@ def run_table(runs, own_statistics):
 
 
 def make_tables(runs, methods, several, own_statistics):
-    """
-    All tables that there are data for, of runs and of lrs.csv's rows of methods and of several λ: LRS of each
-    tying, differences between runs of one seed, and, always, all runs.
-    """
+    """All tables that there are data for, of runs and lrs.csv. The last, of all runs, is always there."""
     tables = []
     for tying, word in TYING.items():
         title = f'Learning rate sensitivity (LRS), {word}'
@@ -158,9 +151,8 @@ def with_colors(rows, variants):
 def draw_lines(ax, rows, y):
     """y over lr, a line for each size and variant: means over the seeds, bars to the lowest and highest."""
     for (size, _), part in rows.groupby(['size', 'variant'], sort=False):
-        seeds = part.groupby('lr')
+        seeds, color = part.groupby('lr'), part.color.iloc[0]
         mean = seeds[y].mean()
-        color = part.color.iloc[0]
         marker, dash = STYLES.get(size, ('o', '-'))
         faces = [color if filled == 1 else 'white' for filled in seeds.behind.max()]
         ax.plot(mean.index, mean, linestyle=dash, color=color, linewidth=1.2)
@@ -232,9 +224,8 @@ def against_step(rows, curves, columns):
     return figure
 
 
-STATISTICS = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
 FILLED = ('Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is '
-          'drawn as that one. Filled: what the paper calls diverged: another method was over 1% better there.')
+          'drawn as that one. Filled: what the paper calls diverged: over 1% above the best method there.')
 FIGURES = {  # title, caption
     'summary': ('Test loss and mean logit against learning rate', f'Of the first size. {FILLED}'),
     'loss': ('Test loss against learning rate', f'{FILLED} (Figures 2, 9)'),
@@ -268,7 +259,7 @@ def draw_figures(compared, everything, curves, folder):
         three = first[first.variant.isin(['baseline', NAMES['mu_loss'], NAMES['mu_centering']])]
         keep('summary', word, against_lr(three, ['capped_loss', 'logit_mean']))
         keep('loss', word, against_lr(rows, ['capped_loss']))
-        keep('statistics', word, against_lr(rows, STATISTICS))
+        keep('statistics', word, against_lr(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']))
         baseline = rows[rows.method == 'baseline']
         keep('fact_3', word, against_lr(baseline, ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']))
 
@@ -321,7 +312,7 @@ def describe(runs):
     if of_variant.lr.nunique().max() < MIN_RATES:
         settings = '; '.join(x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x)
         lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one setting'
-                     + f'; there are: {settings}.' * bool(settings))
+                     + f'; there are: {settings}' * bool(settings) + '.')
     if runs.steps.max() < 10_000:
         lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = of_variant.seed.nunique()
