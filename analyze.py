@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 
 import train
 from model import GPT, METHODS, SIZES, gpt_config, summarize
@@ -29,7 +30,7 @@ from tools import report
 from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
-STATISTICS = 'statistics_v6.json'  # kept in a run's folder; a new name if what is measured changes
+STATISTICS = 'statistics_v7.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 
@@ -87,6 +88,8 @@ def measure_model(gpt, windows):
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
         _, stats = gpt(tokens, targets)
+        # the bare loss, whatever a fork has made of head_loss's
+        stats['loss'] = F.cross_entropy(gpt.logits(tokens).flatten(0, 1), targets.flatten(), reduction='none')
         h = gpt.hidden(tokens).flatten(0, 1).float()
         pieces = h.split(max(1, 2**25 // len(E)))  # so that no N x V tensor is over 128 MB
         parts.append({**stats, **concatenate([centering_ratios(piece, E.float()) for piece in pieces])})
@@ -103,14 +106,12 @@ def measure_model(gpt, windows):
 
 
 # -------- a run's folder
-@functools.cache  # the runs of a sweep have the same data
-def val_windows(folder, block_size, vocab_size, data_fingerprint):
-    """The val windows of the data that a run was trained on. Raises ValueError if the folder has others."""
-    if os.path.isdir(folder):
-        data = [train.Windows(folder, split, block_size, vocab_size) for split in ('train', 'val')]
-        if train.fingerprint(data) == data_fingerprint:
-            return data[1]
-    raise ValueError(f'{folder} does not hold the shards of the training')
+def val_windows(settings):
+    """The val windows of a run's data. Raises ValueError if it was trained on other data."""
+    data = train.open_data(argparse.Namespace(**settings))
+    if train.fingerprint(data) != settings['data_fingerprint']:
+        raise ValueError(f'{settings["data"]} does not hold the shards of the training')
+    return data[1]
 
 
 def measure_run(folder):
@@ -127,10 +128,11 @@ def measure_run(folder):
     gpt = GPT(gpt_config(config))
     gpt.load_state_dict(saved['model'])
     gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
-    windows = val_windows(settings['data'], gpt.config.block_size, gpt.config.vocab_size,
-                          config['data_fingerprint'])
-    tokens = torch.from_numpy(windows[windows.evenly_spaced(min(POSITIONS, config['test_tokens']))])
-    measured = {'model': model_hash, 'run_id': settings['run_id'], **measure_model(gpt, tokens)}
+    windows = val_windows({**config, 'data': settings['data']})
+    ids, all_ids = (windows.evenly_spaced(min(n, config['test_tokens'])) for n in (POSITIONS, math.inf))
+    measured = {'model': model_hash, 'run_id': settings['run_id'],
+                'of_all_test_tokens': len(ids) == len(all_ids),
+                **measure_model(gpt, torch.from_numpy(windows[ids]))}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
         save(measured, f'{folder}/{STATISTICS}')
     return measured
@@ -301,17 +303,18 @@ def collect(folders, out):
     statistics, distributions = [], []
     for i, run in enumerate(runs.itertuples(), 1):
         print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
-        numbers = {}
+        measured = {'numbers': {}, 'distributions': {}}
         try:
-            numbers, of_run = map(measure_run(Path(run.run)).get, ('numbers', 'distributions'))
-            distributions += [{'run': run.run, 'quantity': name, **x} for name, x in of_run.items()]
+            measured = measure_run(Path(run.run))
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
-        loss = numbers.pop('loss', math.nan)
-        if run.test_tokens <= POSITIONS and abs(loss - run.test_loss) > SAME_LOSS * run.test_loss:
+        loss = measured['numbers'].pop('loss', math.nan)
+        if measured.get('of_all_test_tokens') and abs(loss - run.test_loss) > SAME_LOSS * run.test_loss:
             lines.append(f'{run.run}: the loss of its model.pt on the test tokens is {loss:.4f}, but '
                          f'{run.test_loss:.4f} in its result.json')
-        statistics.append(numbers)
+        statistics.append(measured['numbers'])
+        distributions += [{'run': run.run, 'quantity': name, **x}
+                          for name, x in measured['distributions'].items()]
     statistics = pd.DataFrame(statistics, index=runs.index)
     runs[statistics.columns] = statistics
 

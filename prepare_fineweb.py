@@ -33,7 +33,7 @@ add('--out', type=os.path.expanduser, help='folder of the shards (%(default)s: d
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
 add('--tokens', type=number, default=13_200_000_000, help='tokens to train on, at most')
 add('--val_tokens', type=number, default=10_500_000, help='tokens held out: the first ones; of local '
-    'files the first 5,000 of every 50,000, up to this many; what is in there twice may be in val and train')
+    'files the first 5,000 of every 50,000, up to this many')
 add('--shard_tokens', type=number, default=100_000_000, help='tokens in a train shard, 2 bytes each')
 add('--workers', type=number, default=os.cpu_count(), help='threads that tokenize')
 
@@ -171,6 +171,12 @@ def cut_shards(documents, args, meta):
     yield np.concatenate(parts or [[]]), {'exhausted': True}
 
 
+def stretches_in_both(val, shard):
+    """How many of 100 stretches of 64 tokens, spread over val (n,), are in a train shard (m,) as well."""
+    starts, text = range(0, len(val) - 64, len(val) // 100 + 1), shard.astype('<u2').tobytes()
+    return sum(val[i:i + 64].tobytes() in text for i in starts)
+
+
 def fetch_shards(args, meta):
     """Downloads and yields published shards: one for val, then in golden order those to train on."""
     from huggingface_hub import HfApi, hf_hub_download
@@ -247,6 +253,9 @@ def main(argv=None):
             meta.update(position, shards=meta['shards'] + 1)
             save(meta, meta_path)
             print(f'{name}: {len(shard):,} tokens ({args.tokenizer}); train: {meta["tokens"]:,}', flush=True)
+            if local and meta['tokens']:
+                twice = stretches_in_both(read_shard(f'{args.out}/local_val_000000.bin'), shard)
+                print(f'{twice} of 100 stretches of val are in {name} as well', flush=True)
             if meta['tokens'] >= args.tokens:
                 break
 

@@ -29,8 +29,7 @@ WINDOW, PIECE = 1024, 2**18  # tokens, and characters of a text that are tokenis
 COST = 0.005  # nats: where BF16 logits cost less, there is nothing to mend
 MASKS = ('.attn.bias', '.attention.bias', '.masked_bias', '.causal_mask')  # in old files; they are no weights
 
-parser = argparse.ArgumentParser(usage='python -m tools.hf MODEL [...] [--flag=value ...]',
-                                 description=__doc__, allow_abbrev=False,
+parser = argparse.ArgumentParser('python -m tools.hf', description=__doc__, allow_abbrev=False,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
 add = parser.add_argument
 add('models', nargs='+', metavar='MODEL', help='a folder, NAME or NAME@REVISION')
@@ -40,10 +39,7 @@ add('--out', type=Path, help='a csv file to write as well, with a row for each m
 
 
 def bf16_cost(mean, spread):
-    """
-    What BF16 logits should cost in nats where the mean logits of the positions are N(mean, spread), by
-    results/mean_logit: log(sinh(s/2) / (s/2)) for BF16 numbers s apart. Of no use above 2,048.
-    """
+    """What BF16 logits cost in nats at mean logits N(mean, spread) up to 2,048, by results/mean_logit."""
     normal = torch.special.ndtri((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
     size = (mean + spread * normal).abs().clamp(1e-3)
     half = 2 ** (size.log2().floor() - 8)  # s / 2; BF16 keeps 8 significant bits
