@@ -107,7 +107,7 @@ def overhead_table(runs, tying):
     table = report.grid(rows.set_index([*where, 'name']).cell, *where)
     return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
         "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
-        f"and steps. Left out: methods of one run or with times {SAME_SPEED - 1:.0%} apart. Small: the paper's, "
+        f"and steps. Left out: methods of one run, or times {SAME_SPEED - 1:.0%} apart. Small: the paper's, "
         'on four A100. `python -m tools.bench` compares methods side by side. (Table 6)'))
 
 
