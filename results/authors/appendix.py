@@ -1,11 +1,10 @@
 """
 The paper's figures of LRS against size (3, 10), of several λ (8) and of distributions (11, 12), the times
-of whole runs (Table 6), from a folder with the results.csv and distributions.csv that analyze.py writes.
+of whole runs (Table 6), of what there are data for: from a folder's results.csv and distributions.csv, which
+analyze.py writes, into its appendix.md and figures/.
 
     python results/authors/appendix.py                  # all of results/authors, from its csv files
     python results/authors/appendix.py results/paper    # of a sweep of one's own
-
-Writes appendix.md and figures/ into that folder, of what there are data for.
 """
 import itertools
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.ticker import NullLocator
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -23,7 +21,6 @@ from tools import report  # noqa: E402
 
 PAPER = pd.read_csv(HERE / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])  # its Table 6
 SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
-QUANTITIES = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
 
 
 def named(rows):
@@ -38,7 +35,7 @@ def draw_lrs(ax, lrs):
     sizes = lrs.drop_duplicates('size')
     ax.set(xlabel='parameters $N$', ylabel='learning rate sensitivity')
     ax.set_xticks(sizes.n_params, sizes['size'])
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.minorticks_off()
 
 
 def lrs_of_sizes(lrs):
@@ -75,9 +72,9 @@ def distributions(rows):
         return None
     rows = rows[rows.seed == rows.seed.min()]
     numbers = {'q25': 'q1', 'median': 'med', 'q75': 'q3', 'min': 'whislo', 'max': 'whishi'}  # matplotlib's
-    sizes = rows['size'].unique()
+    sizes, quantities = rows['size'].unique(), ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
     figure, axes = plt.subplots(len(sizes), 4, figsize=(12, 2.2 * len(sizes) + 0.5), squeeze=False)
-    for ax, (size, quantity) in zip(axes.flat, itertools.product(sizes, QUANTITIES), strict=True):
+    for ax, (size, quantity) in zip(axes.flat, itertools.product(sizes, quantities), strict=True):
         part = rows[(rows['size'] == size) & (rows.quantity == quantity)].rename(columns=numbers)
         ax.bxp(part.to_dict('records'), positions=part.lr, widths=0.35 * part.lr, showfliers=False,
                manage_ticks=False, medianprops={'color': 'black'})
@@ -106,14 +103,12 @@ def overhead_table(runs, tying):
         return None
     rows['cell'] = (rows['mean'] / rows.mean_of_baseline - 1).map('{:.1%}'.format)
     paper = PAPER.percent.map(' <sub>{:.1f}%</sub>'.format)
-    names = zip(rows['size'], rows.name, strict=True)
-    rows['cell'] += [paper.get((tying, *name), '') for name in names]
+    rows['cell'] += [paper.get((tying, *name), '') for name in zip(rows['size'], rows.name, strict=True)]
     table = report.grid(rows.set_index([*where, 'name']).cell, *where)
     return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
         "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
-        f'and steps. Left out: runs that stopped, methods of one run or with times {SAME_SPEED - 1:.0%} '
-        "apart. Small: the paper's, on four A100. `python -m tools.bench` compares methods side by side, "
-        'which whole runs on a shared machine do not. (Table 6)'))
+        f"and steps. Left out: methods of one run, or times {SAME_SPEED - 1:.0%} apart. Small: the paper's, "
+        'on four A100. `python -m tools.bench` compares methods side by side. (Table 6)'))
 
 
 def main(folder=HERE):
