@@ -46,7 +46,7 @@ def centering_ratios(h, E):
     largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dim=1)  # max |x_i|, without a copy
     mu = E.mean(dim=0)
     logits, mu_h = h @ E.T, h @ mu
-    star = logits - mu_h[:, None]  # l*_i = (e_i - mu) . h, to 2e-4 at a mean of norm 1,000
+    star = h @ (E - mu).T  # l*_i = (e_i - mu) . h: next to a large mean, l_i - mu . h would lose its digits
     cos = logits / E.norm(dim=1).clamp_min(TINY)  # |h| cos(e_i, h); |h| cancels in the ratio
     cos_star = star / (E - mu).norm(dim=1).clamp_min(TINY)
     return {'r_log': largest(star) / largest(logits).clamp_min(TINY),
@@ -154,8 +154,7 @@ FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train
 
 # Runs of one size and tying share these, or their losses could not be compared.
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
-# Any other flag in which they differ is part of a run's name, a fork's too, but for those that are a line or
-# column of every table and those that change no loss.
+# Any other flag in which they differ is part of a name, a fork's too, but for what all tables have anyway.
 IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
     'eval_every', 'eval_tokens'}]
@@ -183,14 +182,15 @@ def own_settings(run):
 def name_runs(runs):
     """
     Adds each run's name, `variant`: its method, λ if that is not the method's default, `setting` and
-    `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the default.
+    `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the usual value.
     """
     own = pd.DataFrame(map(own_settings, runs.to_dict('records')), runs.index)
     runs = runs.assign(setting='', rounding='', variant=runs.method.replace(report.NAMES))
     for flag in IN_NAMES:
         if own[flag].groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
             part = 'rounding' if flag in ROUNDING else 'setting'
-            runs[part] += [value and f', {flag} {value}' for value in own[flag]]
+            usual = min(own[flag].mode()) if own[flag].all() else ''  # the default, if a run has it
+            runs[part] += [f', {flag} {value}' if value != usual else '' for value in own[flag]]
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
     runs['variant'] += [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
                         for method, lam in zip(runs.method, runs.lam, strict=True)]

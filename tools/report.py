@@ -166,13 +166,13 @@ def draw_lines(ax, rows, y):
 
 
 def stretch(ax, values):
-    """A log y axis for positive values over a factor of ten or more; linear up to 1 for others beyond 100."""
+    """A log y axis for positive values over a factor of ten; linear up to 100 for others beyond it."""
     low, high = values.min(), values.max()
     if low > 1e-3 and high > 10 * low:
         ax.set_yscale('log')
         ax.yaxis.set(major_formatter='{x:g}', minor_locator=LogLocator(subs=(2, 5)), minor_formatter='{x:g}')
     elif low < 1e-3 and max(-low, high) > 100:
-        ax.set_yscale('symlog', linthresh=1)
+        ax.set_yscale('symlog', linthresh=100)
         ax.autoscale(axis='y')  # or its margins would be those of a linear axis
 
 
@@ -299,7 +299,7 @@ def said_of_rounding(runs):
     cures = beside[beside.method.isin(['mu_loss', 'mu_centering', 'centered_head'])]
     ends = ', '.join(f'{run.variant} ends at {run.test_loss:.2f} (mean logit {run.logit_mean:,.0f})'
                      for run in pd.concat([pair, cures]).itertuples()).replace(' (mean logit nan)', '')
-    return [f'What rounding does at η = {pair.lr.iloc[0]:g}: {ends}.']
+    return [f'What rounding does at η = {pair.lr.iloc[0]:g}: {ends.replace("logit -0)", "logit 0)")}.']
 
 
 def describe(runs):
