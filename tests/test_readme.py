@@ -236,3 +236,26 @@ def test_transformers(kind):
     assert largest_mean_logit(out.logits) < 1e-5
     for p, q in zip(*([p for p in m.parameters() if p.requires_grad] for m in models), strict=True):
         close(p.grad, q.grad, rtol=1e-3, atol=1e-5)  # parts of it are in fp32
+
+
+@pytest.mark.parametrize('kind', ['Trainer', 'accelerate'])
+def test_trainers(kind, tmp_path):
+    """The hook, where README's table says that it goes, keeps the embeddings centered."""
+    tf, accelerate = map(pytest.importorskip, ('transformers', 'accelerate'))
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=32,
+                                               num_hidden_layers=1, num_attention_heads=2))
+    E = model.lm_head.weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    names = run(HOOK, model=model, optimizer=optimizer)
+    if kind == 'Trainer':
+        arguments = tf.TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True)
+        data = [{'input_ids': TOKENS[0], 'labels': TOKENS[0]}] * 9
+        trainer = tf.Trainer(model, arguments, train_dataset=data)
+        exec(code('trainer.create_optimizer'), {**names, 'trainer': trainer})
+        trainer.train()
+    else:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
+        optimizer.step()
+    assert E.mean(dim=0).norm() < 1e-6 < E.norm()
