@@ -289,7 +289,7 @@ def read_folders(folders):
         kept = trained[::-(math.ceil(len(trained) / 1000) or 1)]  # with the last line
         curve = pd.DataFrame([line for line in log if 'loss' not in line] + kept)
         curves.append(curve.sort_values('step', kind='stable').assign(run=str(folder)))
-    check(any(run['finished'] for run in runs), f'{folders[0]}: no finished run; {"; ".join(lines[:3])}')
+    check(any(run['finished'] for run in runs), '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
     return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
 
 
