@@ -47,15 +47,12 @@ def golden_order(items):
 
 def local_files(pattern):
     """The files that match a glob, sorted by name; a file with several names is there once."""
-    paths = {}
-    for path in sorted(glob.glob(pattern, recursive=True)):  # a second ** finds all files again
-        if not os.path.isdir(path):
-            paths.setdefault(os.path.realpath(path), path)
-    check(paths, f'no file matches {pattern}')
+    found = [path for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
+    check(found, f'no file matches {pattern}')
     endings = ('.txt', '.md', '.rst', '.jsonl', '.parquet')
-    others = [path for path in paths.values() if not path.endswith(endings)]
+    others = [path for path in found if not path.endswith(endings)]
     check(not others, f'{pattern} should match {", ".join(endings)} files, not {others[:3]}')
-    return list(paths.values())
+    return list({os.path.realpath(path): path for path in found}.values())  # a second ** finds all again
 
 
 def stdlib_files():
@@ -107,14 +104,9 @@ def load_encoder(name):
     if name == 'bytes':
         return lambda text: np.append(np.uint16(256), np.frombuffer(text.encode(), np.uint8))
     bpe = tiktoken.get_encoding(name)
-    # A million white spaces before a word overflow tiktoken's stack; GPT-2 splits before the last one anyway.
-    space, word = r'[^\S\x1c-\x1f]', r'[\S\x1c-\x1f]'  # to GPT-2; to Python \x1c to \x1f are space too
-    last_space = re.compile(rf'(?={space}{word})(?<={space}{{1000}})')
 
     def encode(text):
-        parts = last_space.split(text) if len(text) > 100_000 else [text]
-        tokens = [bpe.encode_to_numpy(part, disallowed_special=()) for part in parts]
-        tokens = np.concatenate([[np.uint32(bpe.eot_token)], *tokens])
+        tokens = np.append(np.uint32(bpe.eot_token), bpe.encode_to_numpy(text, disallowed_special=()))
         check(tokens.max() < 2**16, f'--tokenizer={name}: token {tokens.max()}, but shards hold 16 bits')
         return tokens.astype(np.uint16)
     return encode
@@ -133,12 +125,8 @@ def tokenize(texts, args, before=0):
 
 def is_held_out(before, n, args):
     """Which of the n tokens of a local document are for val, by their place in all of the text alone."""
-    held_out = np.zeros(n, bool)
-    for i in range(before // OF, (before + n) // OF + 1):
-        start = i * OF - before
-        end = start + min(HELD, args.val_tokens - i * HELD)
-        held_out[max(0, start):max(0, end)] = True
-    return held_out
+    stretch, place = np.divmod(np.arange(before, before + n), OF)
+    return (place < HELD) & (stretch * HELD + place < args.val_tokens)
 
 
 def hold_out(paths, args):
