@@ -5,14 +5,11 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
 
-It writes results.csv, a row for each run; curves.csv, of the logs; distributions.csv, quartiles over
-positions or the vocabulary; lrs.csv; and what tools/report.py draws.
-
-Symbols and shapes are model.py's: E output embeddings (V, H), mu their mean (H,), h final hidden states
-(N, H) at N test positions; a star marks what is centered, e*_i = e_i - mu. Losses are in nats per token.
+It writes results.csv, a row for each run; curves.csv, of the logs; distributions.csv, over positions or the
+vocabulary; lrs.csv; and what tools/report.py draws. Symbols are model.py's; a star marks what is centered,
+e*_i = e_i - mu. Losses are in nats per token.
 """
 import argparse
-import functools
 import hashlib
 import json
 import math
@@ -30,7 +27,7 @@ from tools import report
 from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
-STATISTICS = 'statistics_v7.json'  # kept in a run's folder; a new name if what is measured changes
+STATISTICS = 'statistics_v8.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 
@@ -43,15 +40,15 @@ def norm_ratios(E):
 
 def centering_ratios(h, E):
     """(N,) each, of exact, uncapped logits: r_log = max |l*_i| / max |l_i| (Eq. 11), r_cos, cos(mu, h)."""
-    largest = functools.partial(torch.linalg.vector_norm, ord=math.inf, dim=1)  # max |x_i|, without a copy
+    def largest(E):  # max |e_i . h|, without a copy of the logits
+        return torch.linalg.vector_norm(h @ E.T, ord=math.inf, dim=1).clamp_min(TINY)
+
     mu = E.mean(dim=0)
-    logits, mu_h = h @ E.T, h @ mu
-    star = h @ (E - mu).T  # l*_i = (e_i - mu) . h: next to a large mean, l_i - mu . h would lose its digits
-    cos = logits / E.norm(dim=1).clamp_min(TINY)  # |h| cos(e_i, h); |h| cancels in the ratio
-    cos_star = star / (E - mu).norm(dim=1).clamp_min(TINY)
-    return {'r_log': largest(star) / largest(logits).clamp_min(TINY),
-            'r_cos': largest(cos_star) / largest(cos).clamp_min(TINY),
-            'cos_mu_h': mu_h / (h.norm(dim=1) * mu.norm()).clamp_min(TINY)}
+    star = E - mu  # next to a large mean the difference of the logits, l_i - mu . h, would lose its digits
+    unit, unit_star = (F.normalize(X, dim=1, eps=TINY) for X in (E, star))  # |h| cancels in r_cos
+    return {'r_log': largest(star) / largest(E),
+            'r_cos': largest(unit_star) / largest(unit),
+            'cos_mu_h': F.cosine_similarity(h, mu[None], eps=TINY)}
 
 
 def measure_embeddings(E):
@@ -67,14 +64,9 @@ def concatenate(parts):
 
 
 def distribution(values):
-    """Values (n,) -> their numbers in distributions.csv, NaN without values or if one is not finite."""
-    x = values.double()
-    names = ['mean', 'min', 'q25', 'median', 'q75', 'max', 'below_1', 'above_0']
-    if len(x) == 0 or not x.isfinite().all():
-        return dict.fromkeys(names, math.nan)
-    quartiles = x.quantile(x.new_tensor([0, 0.25, 0.5, 0.75, 1]), interpolation='nearest')
-    numbers = [x.mean(), *quartiles, (x < 1).double().mean(), (x > 0).double().mean()]
-    return {name: number.item() for name, number in zip(names, numbers, strict=True)}
+    """Values (n,) float64 -> their numbers in distributions.csv: quartiles, extrema and two shares too."""
+    x = pd.Series(values.numpy())
+    return {**x.describe(), 'below_1': (x < 1).mean(), 'above_0': (x > 0).mean()}
 
 
 @torch.no_grad()
@@ -83,37 +75,26 @@ def measure_model(gpt, windows):
     A GPT and test windows (n, T + 1) int64 -> `numbers` for results.csv, `distributions` over positions or
     the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, all else of the model's own logits.
     """
-    gpt.eval()
-    E, parts = gpt.E, []
+    E, parts = gpt.eval().E, []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
         _, stats = gpt(tokens, targets)
         # the bare loss, whatever a fork has made of head_loss's
         stats['loss'] = F.cross_entropy(gpt.logits(tokens).flatten(0, 1), targets.flatten(), reduction='none')
         h = gpt.hidden(tokens).flatten(0, 1).float()
-        pieces = h.split(max(1, 2**25 // len(E)))  # so that no N x V tensor is over 128 MB
-        parts.append({**stats, **concatenate([centering_ratios(piece, E.float()) for piece in pieces])})
-    stats = concatenate(parts)
+        parts.append({**stats, **centering_ratios(h, E.float())})
+    stats = {**concatenate(parts), 'r_emb': norm_ratios(E).double().cpu()}
     del stats['reg']
-    distributions = {name: distribution(x) for name, x in {**stats, 'r_emb': norm_ratios(E).cpu()}.items()}
+    distributions = {name: distribution(x) for name, x in stats.items()}
     # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token; NaN if no r_cos is below 1
     r_log = stats['r_log'][stats['r_cos'] < 1]
-    numbers = {**measure_embeddings(E), **summarize(stats, E),
-               'r_emb_below_1': distributions['r_emb']['below_1'],
-               'r_cos_below_1': distributions['r_cos']['below_1'],
+    numbers = {**summarize(stats, E), **measure_embeddings(E),
+               **{f'{name}_below_1': distributions[name]['below_1'] for name in ('r_emb', 'r_cos')},
                'r_log_below_1_too': (r_log < 1).double().mean().item()}
     return {'numbers': numbers, 'distributions': distributions}
 
 
 # -------- a run's folder
-def val_windows(settings):
-    """The val windows of a run's data. Raises ValueError if it was trained on other data."""
-    data = train.open_data(argparse.Namespace(**settings))
-    if train.fingerprint(data) != settings['data_fingerprint']:
-        raise ValueError(f'{settings["data"]} does not hold the shards of the training')
-    return data[1]
-
-
 def measure_run(folder):
     """measure_model of a finished run, kept in its folder until model.pt changes. Raises for other data."""
     path = folder / 'model.pt'
@@ -125,30 +106,27 @@ def measure_run(folder):
     config = saved['config']
     if config['run_id'] != settings['run_id']:
         raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
-    gpt = GPT(gpt_config(config))
+    gpt = GPT(gpt_config(config)).to('cuda' if torch.cuda.is_available() else 'cpu')
     gpt.load_state_dict(saved['model'])
-    gpt.to('cuda' if torch.cuda.is_available() else 'cpu')
-    windows = val_windows({**config, 'data': settings['data']})
-    ids, all_ids = (windows.evenly_spaced(min(n, config['test_tokens'])) for n in (POSITIONS, math.inf))
+    data = train.open_data(argparse.Namespace(**{**config, 'data': settings['data']}))
+    if train.fingerprint(data) != config['data_fingerprint']:
+        raise ValueError(f'{settings["data"]} does not hold the shards of the training')
+    ids = data[1].evenly_spaced(min(POSITIONS, config['test_tokens']))
     measured = {'model': model_hash, 'run_id': settings['run_id'],
-                'of_all_test_tokens': len(ids) == len(all_ids),
-                **measure_model(gpt, torch.from_numpy(windows[ids]))}
+                **measure_model(gpt, torch.from_numpy(data[1][ids]))}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
         save(measured, f'{folder}/{STATISTICS}')
     return measured
 
 
 # -------- what a run is: the columns of results.csv
-RESULTS = [
-    'run', 'method', 'size', 'n_params', 'weight_tying', 'lam', 'cap', 'lr', 'seed', 'steps', 'batch_size',
-    'block_size', 'vocab_size', 'test_tokens', 'data_fingerprint', 'dtype', 'logits_dtype', 'mu_shift',
-    'init_from', 'init_loss', 'test_loss', 'model_step', 'mu_norm', 'mean_share', 'logit_mean',
-    'logit_mean_spread', 'logit_std', 'logit_absmax', 'logit_max', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log',
-    'r_emb_below_1', 'r_cos_below_1', 'r_log_below_1_too', 'train_seconds', 'tokens_per_second', 'device',
-    'commit']
+RESULTS = '''
+    run method size n_params weight_tying lam cap lr seed steps batch_size block_size vocab_size test_tokens
+    data_fingerprint dtype logits_dtype mu_shift init_from init_loss test_loss model_step mu_norm mean_share
+    logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log r_emb_below_1
+    r_cos_below_1 r_log_below_1_too train_seconds tokens_per_second device commit'''.split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
-TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device',
-         'commit']
+TEXTS = 'run method size data_fingerprint dtype logits_dtype init_from device commit'.split()
 FLAGS = vars(train.parser.parse_args([]))  # of train.py, with a fork's, and their defaults
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
 
@@ -163,12 +141,10 @@ ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding
 
 
 def as_text(value):
-    """A setting as names have it: 0.2, also where a csv has 0.20; '' if it is unknown or None."""
-    text = '' if value is None or value != value else str(value)  # nan
-    try:
-        return f'{float(text):.12g}'
-    except ValueError:
-        return text
+    """A setting as names have it; '' if it is unknown or None."""
+    if isinstance(value, str):
+        return value
+    return '' if pd.isna(value) else f'{value:.12g}'
 
 
 def own_settings(run):
@@ -185,17 +161,16 @@ def name_runs(runs):
     `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the usual value.
     """
     own = pd.DataFrame(map(own_settings, runs.to_dict('records')), runs.index)
-    runs = runs.assign(setting='', rounding='', variant=runs.method.replace(report.NAMES))
+    runs = runs.assign(setting='', rounding='')
     for flag in IN_NAMES:
         if own[flag].groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
-            part = 'rounding' if flag in ROUNDING else 'setting'
             usual = min(own[flag].mode()) if own[flag].all() else ''  # the default, if a run has it
-            runs[part] += [f', {flag} {value}' if value != usual else '' for value in own[flag]]
+            runs['rounding' if flag in ROUNDING else 'setting'] += [
+                f', {flag} {value}' if value != usual else '' for value in own[flag]]
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
-    runs['variant'] += [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
-                        for method, lam in zip(runs.method, runs.lam, strict=True)]
-    runs['variant'] += runs.setting + runs.rounding
-    return runs
+    lams = [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
+            for method, lam in zip(runs.method, runs.lam, strict=True)]
+    return runs.assign(variant=runs.method.replace(report.NAMES) + lams + runs.setting + runs.rounding)
 
 
 def refuse(runs, message):
@@ -209,15 +184,14 @@ def complete(runs):
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
     runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
-    known = runs.test_loss.notna() | runs.init_loss.notna() | (runs.init_from != '')
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21
     refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
     refuse(runs[~runs.weight_tying.isin([0, 1])], 'its weight_tying is neither 0 nor 1')
-    refuse(runs[~known], 'a test_loss of nan needs an init_loss, which LRS counts for it')
+    refuse(runs[runs.capped_loss.isna() & (runs.init_from == '')], 'a test_loss of nan needs an init_loss')
     runs['weight_tying'] = runs.weight_tying.astype(int)
-    for name in ('lr', 'lam'):  # rates that print the same are the same: 0.3 and 0.30000000000000004
-        runs[name] = runs[name].map('{:g}'.format).astype(float)
+    # rates that print the same are the same: 0.3 and 0.30000000000000004
+    runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
-    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21
     runs = name_runs(runs)
     for name in [*COMPARABLE, 'n_params']:
         alike = ['size', 'weight_tying', *['variant'] * (name == 'n_params')]
@@ -249,25 +223,24 @@ def differences(rows, names):
 def read_runs(path):
     """
     A csv of runs, see `complete` -> the runs, and lines on what names do not show. A column that neither
-    RESULTS nor train.py's flags have is a fork's statistic if it has numbers, else it is not read.
+    RESULTS nor train.py's flags have is a fork's statistic if it has only numbers, else it is not read.
     """
     rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # text alone, '' where a cell is empty
     check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows are longer than its header')  # 3,55
     rows = rows.fillna('').rename(columns=lambda name: name.strip().lower())
     missing = [name for name in REQUIRED if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
-    check(len(rows), f'{path}: has no runs')
-    check((rows.test_loss != '').all(), f'{path}: a test_loss is empty; nan means that it was not finite')
+    check(len(rows) and all(rows.test_loss), f'{path}: has no runs, or an empty test_loss; nan: not finite')
     texts = []
-    for name in rows.columns.difference([*TEXTS, *FLAGS.keys() - RESULTS]):  # names compare flags as text
+    for name in rows.columns.difference(TEXTS):
         cells = rows[name].str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
-        values = pd.to_numeric(cells, errors='coerce')
-        if name not in RESULTS and values.isna().all():
-            texts.append(name)
-            continue
+        values = pd.to_numeric(cells, errors='coerce').astype(float)
         wrong = rows[name][values.isna() & (cells != 'nan')]
-        check(wrong.empty, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
-        rows[name] = values.astype(float).replace([math.inf, -math.inf], math.nan)
+        check(wrong.empty or name not in RESULTS, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
+        if wrong.empty:
+            rows[name] = values.replace([math.inf, -math.inf], math.nan)
+        elif name not in FLAGS:
+            texts.append(name)
     return complete(rows.drop(columns=texts)), differences(rows, ['commit', *texts])
 
 
@@ -285,16 +258,15 @@ def read_folders(folders):
             continue
         lines += [] if results else [f'not finished: {folder}']
         runs.append({**run, 'finished': bool(results)})
-        trained = [line for line in log if 'loss' in line]
-        kept = trained[::-(math.ceil(len(trained) / 1000) or 1)]  # with the last line
-        curve = pd.DataFrame([line for line in log if 'loss' not in line] + kept)
-        curves.append(curve.sort_values('step', kind='stable').assign(run=str(folder)))
+        every = math.ceil(len(log) / 1000)  # which are enough for a plot
+        kept = [line for i, line in enumerate(log) if i % every == 0 or 'loss' not in line]
+        curves.append(pd.DataFrame(kept).assign(run=str(folder)))
     check(any(run['finished'] for run in runs), '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
     return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
 
 
 def collect(folders, out):
-    """Reads and measures runs, writes three csv files -> the finished; the others; their curves; lines."""
+    """Reads and measures runs, writes three csv files -> the finished; all; their curves; lines."""
     everything, curves, lines = read_folders(folders)
     finished, others = (everything[everything.finished == is_so] for is_so in (True, False))
     runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
@@ -303,34 +275,30 @@ def collect(folders, out):
     statistics, distributions = [], []
     for i, run in enumerate(runs.itertuples(), 1):
         print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
-        measured = {'numbers': {}, 'distributions': {}}
         try:
             measured = measure_run(Path(run.run))
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
-        loss = measured['numbers'].pop('loss', math.nan)
-        if measured.get('of_all_test_tokens') and abs(loss - run.test_loss) > SAME_LOSS * run.test_loss:
-            lines.append(f'{run.run}: the loss of its model.pt on the test tokens is {loss:.4f}, but '
-                         f'{run.test_loss:.4f} in its result.json')
+            measured = {'numbers': {'loss': math.nan}, 'distributions': {}}
+        loss = measured['numbers'].pop('loss')
+        if run.test_tokens <= POSITIONS and abs(loss / run.test_loss - 1) > 1e-3:  # on another machine, less
+            lines.append(f'{run.run}: by model.pt the test loss is {loss:.4f}, not {run.test_loss:.4f}')
         statistics.append(measured['numbers'])
-        distributions += [{'run': run.run, 'quantity': name, **x}
-                          for name, x in measured['distributions'].items()]
-    statistics = pd.DataFrame(statistics, index=runs.index)
-    runs[statistics.columns] = statistics
+        distributions += [{'run': run.run, 'quantity': x, **y} for x, y in measured['distributions'].items()]
+    runs = runs.assign(**pd.DataFrame(statistics, index=runs.index))
 
     rows = runs.drop(columns=NAMED)
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
     others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
-    return runs, others, curves, lines
+    return runs, pd.concat([runs, others]), curves, lines
 
 
 # -------- who is behind, and learning rate sensitivity
+LRS_COLUMNS = '''size weight_tying variant method lam setting n_params lrs lrs_n1 n_lrs rates behind seeds
+                 lrs_n1_lowest lrs_n1_highest'''.split()
 MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
-SAME_LOSS = 1e-3  # losses of one model on the same tokens, on two machines, differ by less than this share
-LRS_COLUMNS = ['size', 'weight_tying', 'variant', 'method', 'lam', 'setting', 'n_params', 'lrs', 'lrs_n1',
-               'n_lrs', 'rates', 'behind', 'seeds', 'lrs_n1_lowest', 'lrs_n1_highest']
 
 
 def of_default_lam(runs):
@@ -370,20 +338,20 @@ def learning_rate_sensitivity(runs):
     runs = runs.assign(behind=behind(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
         rates = part.groupby('seed').lr.agg(lambda lr: ' '.join(map('{:g}'.format, lr)))
-        n = part.groupby('seed').size()
-        most = rates[n.idxmax()]
+        most = max(rates, key=lambda text: text.count(' '))
+        n = 1 + most.count(' ')
         compared = rates.index[(rates == most) & (n > 1)]
         lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
                   f'rates {rates[seed]}' for seed in rates.index.difference(compared)]
         if compared.empty:
             continue
         part = part[part.seed.isin(compared)]
-        seeds = part.groupby('seed')
+        seeds, first = part.groupby('seed'), part.iloc[0]
         sums = seeds.capped_loss.agg(lambda loss: (loss - loss.min()).sum(skipna=False))
         sums = sums.mask(seeds.capped_loss.min() >= seeds.init_loss.min() - MIN_LEARNED)
-        n1, first = sums / (n.max() - 1), part.iloc[0]
+        n1 = sums / (n - 1)
         rows.append([size, tying, variant, first.method, first.lam, first.setting + first.rounding,
-                     first.n_params, sums.mean(skipna=False) / n.max(), n1.mean(skipna=False), n.max(), most,
+                     first.n_params, sums.mean(skipna=False) / n, n1.mean(skipna=False), n, most,
                      part.behind.max(), len(compared), n1.min(skipna=False), n1.max(skipna=False)])
     return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
 
@@ -396,13 +364,6 @@ parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', he
 parser.add_argument('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME)')
 
 
-def largest_mean_logit(runs):
-    """A line on what BF16 costs the run that has the largest mean logit of those with BF16 logits, if any."""
-    rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
-    return [f'Of BF16 logits {run.variant} at η = {run.lr:g} has the largest {train.verdict(run.logit_mean)}.'
-            for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
-
-
 def main(argv=None):
     """Reads, compares and draws what the command line names."""
     args = parser.parse_args(argv)
@@ -410,11 +371,11 @@ def main(argv=None):
     inputs = args.runs or [args.results.removesuffix('results.csv').removesuffix('.csv')]
     out = Path(args.out or f'results/{"+".join(Path(name).resolve().name for name in inputs[:3])}')
 
-    others = None  # runs that are not finished: their curves are drawn
     if args.runs:
-        runs, others, curves, lines = collect(args.runs, out)
+        runs, everything, curves, lines = collect(args.runs, out)
     else:
         runs, lines = read_runs(args.results)
+        everything = runs
         path = Path(args.results).with_name('curves.csv')
         curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
     compared = of_default_lam(runs)
@@ -429,11 +390,13 @@ def main(argv=None):
     of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *NAMED, 'behind'}]
     tables = report.make_tables(runs, methods, several, of_a_fork)
     report.write_markdown(out / 'tables.md', tables)
-    compared, everything = runs.loc[compared.index], pd.concat([runs, others])
-    figures = report.draw_figures(compared, everything, curves, out / 'figures')
+    figures = report.draw_figures(runs.loc[compared.index], everything, curves, out / 'figures')
     messages = [table['message'] for table in tables if 'message' in table]
-    lines = [*report.said_of_rounding(runs), *messages, f'What is shown: {", ".join(inputs)}.',
-             *largest_mean_logit(runs), *report.describe(runs), *lines]
+    rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
+    largest = [f'Largest in BF16: {run.variant} at η = {run.lr:g}, {train.verdict(run.logit_mean)}.'
+               for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
+    lines = [*report.said_of_rounding(runs), *messages, f'What is shown: {", ".join(inputs)}.', *largest,
+             *report.describe(runs), *lines]
     report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)
 
     for table in tables[:-1]:
