@@ -47,12 +47,13 @@ def golden_order(items):
 
 def local_files(pattern):
     """The files that match a glob, sorted by name; a file with several names is there once."""
-    found = [path for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
+    found = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
     check(found, f'no file matches {pattern}')
     endings = ('.txt', '.md', '.rst', '.jsonl', '.parquet')
     others = [path for path in found if not path.endswith(endings)]
     check(not others, f'{pattern} should match {", ".join(endings)} files, not {others[:3]}')
-    return list({os.path.realpath(path): path for path in found}.values())  # a second ** finds all again
+    found.sort(reverse=True)  # so that its first name stays; a second ** finds all files again
+    return sorted({os.path.realpath(path): path for path in found}.values())
 
 
 def stdlib_files():
