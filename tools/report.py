@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
 TYING = {0: 'untied', 1: 'tied'}
 NAMES = {  # a method that is not here is called what METHODS calls it
@@ -18,11 +18,10 @@ NAMES = {  # a method that is not here is called what METHODS calls it
     'centered_head': 'centered head'}
 COLORS = {  # the first six are the paper's; other variants get the next of OTHERS
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
-    'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#393B79', 'max_z_loss': '#17BECF',
+    'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#1B4F72', 'max_z_loss': '#17BECF',
     'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22', 'centered_head': '#4B0082'}
 HUES = plt.get_cmap('tab20b').colors + plt.get_cmap('tab20c').colors  # ten hues in four shades each
 OTHERS = ['#000000', *(to_hex(color) for shade in range(4) for color in HUES[shade::4])]
-OTHERS.remove('#393b79')  # AdamW's decay has it
 PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
 SAME = [*PLACE, 'setting', 'rounding', 'seed']  # of runs of several methods that differ in nothing else
 
@@ -60,7 +59,7 @@ def lrs_table(lrs, column, title):
         best, rivals = rows[shown == shown.min()], rows[shown > shown.min()]
         overlap = (rivals.lrs_n1_lowest <= best.lrs_n1_highest.max()).any()
         winners = [] if overlap else [*best.variant]
-        nothing = 'undecided, as ranges overlap' if overlap else 'nothing was learned'
+        nothing = 'a tie, as ranges over seeds overlap' if overlap else 'nothing was learned'
         said.append(f'{size} {", ".join(f"{name} {shown.min():.3f}" for name in winners) or nothing}')
         for run in rows.itertuples():
             cell = f'{run.lrs_n1:.3f}' + f' ({run.n_lrs} lr)' * (run.rates != usual)
@@ -71,8 +70,8 @@ def lrs_table(lrs, column, title):
             if run.seeds > 1:
                 cell += f' [{run.lrs_n1_lowest:.3f}, {run.lrs_n1_highest:.3f}]'
             cells[size, getattr(run, column)] = '-' if math.isnan(run.lrs_n1) else cell
-    message = f'{title}: lowest, which is best: {"; ".join(said)}.'
-    return dict(title=title, message=message, rows=grid(cells, 'N'), caption=(
+    message = f'{title}, the lowest is best: {"; ".join(said)}.'
+    return dict(title=title, message=message, rows=grid(cells, 'size'), caption=(
         'Lower is better, in nats: how far the test losses at the n learning rates lie above the lowest of '
         'them, summed / (n - 1); means over seeds [lowest, highest]. Bold: lowest, and no range of others '
         'reaches into its own. Underlined: within 1% of the best method (and λ) at every learning rate. '
@@ -89,7 +88,7 @@ def seed_table(runs):
     cells = {(size, TYING[tying], f'{lr:g}', variant): f'{mean:+.3f} [{lowest:+.3f}, {highest:+.3f}]'
              for (size, tying, lr, variant), mean, lowest, highest, _ in gaps.itertuples()}
     return cells and dict(
-        title='Test loss minus that of the baseline of the same seed', rows=grid(cells, 'N', 'tying', 'η'),
+        title='Test loss minus that of the baseline of the same seed', rows=grid(cells, 'size', 'tying', 'η'),
         caption='In nats, means over the seeds that both have [lowest, highest]. Below 0, the method is '
                 'better. -: fewer than two such seeds.')
 
@@ -100,11 +99,12 @@ def run_table(runs, own_statistics):
     known = runs[[*formats]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(formats[column.name].format))
     cells = cells.replace({'nan': '', 'nan%': '', '-0.000': '0.000'})
-    finite = runs.dropna(subset='test_loss')
-    best = finite.loc[finite.groupby(['size', 'weight_tying'], sort=False).test_loss.idxmin()]
-    said = [f'{run.variant} of {run.size}, {TYING[run.weight_tying]}, at η = {run.lr:g}: {run.test_loss:.4f}'
-            for run in best.itertuples()]
-    message = f'Lowest test loss: {"; ".join(said) or "none was finite"}.'
+    seeds = runs.groupby([*PLACE, 'variant'], sort=False).test_loss
+    means = seeds.agg(lambda losses: losses.mean(skipna=False)).dropna()
+    best = means[means.groupby(['size', 'weight_tying'], sort=False).idxmin()]
+    said = [f'{variant} of {size}, {TYING[tying]}, at η = {lr:g}: {loss:.4f}'
+            for (size, tying, lr, variant), loss in best.items()]
+    message = f'Lowest test loss, a mean over seeds: {"; ".join(said) or "none was finite"}.'
     caption = ' '.join(f'{name}: {text}.' for name, text in EXPLAINED.items() if name in cells)
     return dict(title='All runs', rows=cells, message=message, caption=caption)
 
@@ -173,6 +173,8 @@ def stretch(ax, values):
         ax.yaxis.set(major_formatter='{x:g}', minor_locator=LogLocator(subs=(2, 5)), minor_formatter='{x:g}')
     elif low < 1e-3 and max(-low, high) > 100:
         ax.set_yscale('symlog', linthresh=100)
+        ticks = FixedLocator([-10_000, -1000, -300, -100, -50, 0, 50, 100, 300, 1000, 10_000])
+        ax.yaxis.set(major_locator=ticks, major_formatter='{x:g}')
         ax.autoscale(axis='y')  # or its margins would be those of a linear axis
 
 
@@ -225,10 +227,10 @@ def against_step(rows, curves, columns):
 
 
 FILLED = ('Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is '
-          'drawn as that one. Filled: what the paper calls diverged: over 1% above the best method there.')
+          'drawn as that one. Filled: what the paper calls diverged, over 1% above the best method there.')
 FIGURES = {  # title, caption
-    'summary': ('Test loss and mean logit against learning rate', f'Of the first size. {FILLED}'),
-    'loss': ('Test loss against learning rate', f'{FILLED} (Figures 2, 9)'),
+    'summary': ('Test loss and mean logit, three methods', f'Of the first size. {FILLED}'),
+    'loss': ('Test loss against learning rate', f"{FILLED} (The paper's Figures 2 and 9)"),
     'statistics': ('Mean embedding and logits against learning rate', 'Means over positions. (Figure 4)'),
     'fact_3': ('What centering would change in the baseline', (
         'r_emb: the norm of an embedding minus μ, divided by that without. r_cos, r_log: likewise the '
@@ -277,8 +279,8 @@ def draw_figures(compared, everything, curves, folder):
 
 
 # -------- the pages
-DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size', 'mu_shift',
-             'cap', 'dtype', 'logits_dtype', 'device']
+DESCRIBED = '''size weight_tying method lr seed steps batch_size block_size mu_shift cap dtype logits_dtype
+               device'''.split()
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
   h1 + p { font-weight: bold; } img { max-width: 100%; } div { overflow-x: auto; }
