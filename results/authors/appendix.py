@@ -82,7 +82,7 @@ def sensitivity(runs):
 
 
 def distributions(rows):
-    """The baseline's quartiles and extrema, and the share below 1 or above 0. (Figures 11 and 12)"""
+    """The baseline's quartiles, median and extrema; below, the share below 1 or above 0. (Figures 11, 12)"""
     rows = rows[(rows.variant == 'baseline') & rows.test_loss.notna()]
     if rows.empty:
         return None

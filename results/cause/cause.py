@@ -1,6 +1,6 @@
 """
-Why a mean logit grows: BF16 rounds the logits' gradient with a bias. Small models on a CPU -> the csv files
-beside this one, README.md's numbers in the terminal, figure.png. What has a line in a csv is skipped.
+Why a mean logit grows: BF16 rounds the logits' gradient with a bias. `python -m results.cause.cause` writes
+csv files, README.md's numbers to the terminal, and figure.png. What has a line in a csv is skipped.
 """
 import tempfile
 from multiprocessing import Pool
@@ -80,7 +80,7 @@ def rounded_head(h, E, values, gradient):
 
 
 def run(seed, flags, rounding=None, c=1.0, of_bins=False):
-    """A run in a process of its own, the loss times c -> a line of runs.csv, or of_bins some of bias.csv."""
+    """A run, its loss times c, in a process of its own -> a line of runs.csv; of_bins: lines of bias.csv."""
     head, forward, b, log_z = model.head_logits, model.GPT.forward, [], []
 
     def see(g):  # the logits' gradient (B, T, V) before it is rounded
