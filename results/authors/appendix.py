@@ -1,31 +1,46 @@
 """
-The paper's figures of LRS against size (3, 10), of several λ (8) and of distributions (11, 12), the times
-of whole runs (Table 6), of what there are data for: from a folder's results.csv and distributions.csv, which
-analyze.py writes, into its appendix.md and figures/.
-
-    python results/authors/appendix.py                  # all of results/authors, from its csv files
-    python results/authors/appendix.py results/paper    # of a sweep of one's own
+appendix.md, with Table 6 and Figures 3, 8 and 10 to 12 of the paper, of what there are data for, in a folder
+that analyze.py has written: python -m results.authors.appendix results/authors
 """
-import itertools
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+import analyze
+from tools import report
 
-import analyze  # noqa: E402
-from tools import report  # noqa: E402
-
-PAPER = pd.read_csv(HERE / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])  # its Table 6
+PAPER = pd.read_csv(Path(__file__).with_name('paper_overhead.csv'), index_col=['tying', 'size', 'variant'])
 SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
 
 
-def named(rows):
-    """Names without λ."""
-    return rows.method.replace(report.NAMES) + rows.setting
+def overhead_table(runs, tying):
+    """Table 6. None if no method can be compared with the baseline."""
+    timed = runs[(runs.train_seconds > 0) & runs.test_loss.notna()]
+    steps = timed.steps.map('{:,.0f}'.format)
+    seconds = timed.groupby(['size', 'device', steps, 'name'], sort=False).train_seconds
+    steady = (seconds.count() > 1) & (seconds.max() < SAME_SPEED * seconds.min())
+    mean = seconds.mean()[steady].unstack(sort=False)
+    if 'baseline' not in mean:
+        return None
+    added = mean.div(mean.baseline, axis='index').drop(columns='baseline') - 1
+    printed = PAPER.percent.map(' <sub>{:.1f}%</sub>'.format)
+    cells = {}
+    for (size, *where, name), share in added.stack().dropna().items():
+        cells[size, *where, name] = f'{share:.1%}' + printed.get((tying, size, name), '')
+    return cells and dict(title=f'Additional training time ΔT, {tying}', caption=(
+        "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
+        f"and steps. Left out: methods of one run, or times {SAME_SPEED - 1:.0%} apart. Small: the paper's, "
+        'on four A100. `python -m tools.bench` compares methods side by side. (Table 6)'),
+        rows=report.grid(cells, 'size', 'device', 'steps'))
+
+
+def lrs_of(runs):
+    """LRS of each size and variant, with the name and the color of its runs."""
+    lrs, _ = analyze.learning_rate_sensitivity(runs)
+    lrs = lrs[lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
+    return lrs.merge(runs[['variant', 'name', 'color']].drop_duplicates(), on='variant')
 
 
 def draw_lrs(ax, lrs):
@@ -38,21 +53,22 @@ def draw_lrs(ax, lrs):
     ax.minorticks_off()
 
 
-def lrs_of_sizes(lrs):
+def lrs_of_sizes(runs):
     """LRS (n - 1) against size. (Figures 3 and 10)"""
+    lrs = lrs_of(runs)
     if lrs.n_params.nunique() < 2:
         return None
     figure, ax = plt.subplots(figsize=(7.5, 4))
     draw_lrs(ax, lrs)
-    report.legend(figure, lrs.assign(lr=lrs.n_params, size=''))
+    report.legend(figure, lrs.assign(size=''))
     return figure
 
 
-def sensitivity(runs, lrs):
+def sensitivity(runs):
     """Several λ. Top: test loss against learning rate. Bottom: LRS against size. (Figure 8)"""
-    colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.dropna().unique()))}
-    runs, lrs = (rows.assign(name=named(rows), variant=rows.lam.map('λ={:g}'.format),
-                             color=rows.lam.map(colors)) for rows in (runs, lrs))
+    colors = {lam: f'C{i}' for i, lam in enumerate(sorted(runs.lam.unique()))}
+    runs, lrs = (rows.assign(variant=rows.lam.map('λ={:g}'.format), color=rows.lam.map(colors))
+                 for rows in (runs.assign(behind=analyze.behind(runs)), lrs_of(runs)))
     names = lrs.name.unique()
     if len(names) == 0:
         return None
@@ -66,85 +82,47 @@ def sensitivity(runs, lrs):
 
 
 def distributions(rows):
-    """The baseline's quartiles and extrema; right: the share below 1 or above 0. (Figures 11 and 12)"""
-    rows = rows[rows.variant == 'baseline'].dropna(subset=['median', 'test_loss'])
+    """The baseline's quartiles, median and extrema; below, the share below 1 or above 0. (Figures 11, 12)"""
+    rows = rows[(rows.variant == 'baseline') & rows.test_loss.notna()]
     if rows.empty:
         return None
-    rows = rows[rows.seed == rows.seed.min()]
-    numbers = {'q25': 'q1', 'median': 'med', 'q75': 'q3', 'min': 'whislo', 'max': 'whishi'}  # matplotlib's
-    sizes, quantities = rows['size'].unique(), ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
-    figure, axes = plt.subplots(len(sizes), 4, figsize=(12, 2.2 * len(sizes) + 0.5), squeeze=False)
-    for ax, (size, quantity) in zip(axes.flat, itertools.product(sizes, quantities), strict=True):
-        part = rows[(rows['size'] == size) & (rows.quantity == quantity)].rename(columns=numbers)
-        ax.bxp(part.to_dict('records'), positions=part.lr, widths=0.35 * part.lr, showfliers=False,
-               manage_ticks=False, medianprops={'color': 'black'})
-        share, limit = ('above_0', 0) if quantity == 'cos_mu_h' else ('below_1', 1)
+    rows = rows[(rows.seed == rows.seed.min()) & rows.quantity.isin(['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])]
+    panels = rows.groupby(['size', 'quantity'], sort=False)
+    figure, axes = plt.subplots(len(panels) // 4, 4, figsize=(12, len(panels) / 2 + 0.5), squeeze=False)
+    for ax, ((size, quantity), part) in zip(axes.flat, panels, strict=True):
+        ax.vlines(part.lr, part['25%'], part['75%'], color='lightgrey', linewidth=10)
+        ax.plot(part.lr, part[['min', '50%', 'max']], 'k_', markersize=10)
+        limit, share = (0, 'above_0') if quantity == 'cos_mu_h' else (1, 'below_1')
         ax.axhline(limit, color='black', linewidth=0.8, linestyle=':')
-        report.stretch(ax, part[['whislo', 'whishi']].stack())
-        right = ax.twinx()
-        report.draw_lines(right, part.assign(percent=100 * part[share]), 'percent')
-        ax.set(title=size, ylabel=report.LABELS[quantity], xlabel=report.LABELS['lr'])
-        right.set(ylabel=f'% {share.replace("_", " ")}', ylim=(-5, 105))
-        right.grid(False)
+        report.stretch(ax, part[['min', 'max']].stack())
+        ax.set(title=f'{size}, and % {share}', ylabel=report.LABELS[quantity], xscale='log')
+        ax.set_xticks(part.lr, [f'{lr:g}\n{x:.1%}' for lr, x in zip(part.lr, part[share], strict=True)])
+        ax.minorticks_off()
     return figure
 
 
-def overhead_table(runs, tying):
-    """Table 6. None if no method can be compared with the baseline."""
-    timed = runs[(runs.train_seconds > 0) & runs.test_loss.notna()]
-    timed = timed.assign(steps=timed.steps.map('{:,.0f}'.format), name=named(timed))
-    where = ['size', 'device', 'steps']
-    seconds = timed.groupby([*where, 'name'], sort=False).train_seconds
-    times = seconds.agg(['mean', 'min', 'max', 'count']).reset_index()
-    times = times[(times['count'] > 1) & (times['max'] < SAME_SPEED * times['min'])]
-    is_baseline = times.name == 'baseline'
-    rows = times[~is_baseline].merge(times[is_baseline], on=where, suffixes=('', '_of_baseline'))
-    if rows.empty:
-        return None
-    rows['cell'] = (rows['mean'] / rows.mean_of_baseline - 1).map('{:.1%}'.format)
-    paper = PAPER.percent.map(' <sub>{:.1f}%</sub>'.format)
-    rows['cell'] += [paper.get((tying, *name), '') for name in zip(rows['size'], rows.name, strict=True)]
-    table = report.grid(rows.set_index([*where, 'name']).cell, *where)
-    return dict(title=f'Additional training time ΔT, {tying}', rows=table, caption=(
-        "A method's mean over learning rates, seeds and λ against the baseline's of the same size, device "
-        f"and steps. Left out: methods of one run, or times {SAME_SPEED - 1:.0%} apart. Small: the paper's, "
-        'on four A100. `python -m tools.bench` compares methods side by side. (Table 6)'))
-
-
-def main(folder=HERE):
-    folder = Path(folder)
-    csv = folder / 'results.csv'
-    if folder == HERE:
-        analyze.main([f'--results={csv}', f'--out={folder}'])
-    all_runs, _ = analyze.read_runs(csv)
-    all_runs = report.with_colors(all_runs, all_runs.variant)
-    compared = []  # runs and LRS, of the default λ and of several
-    for part in (analyze.of_default_lam(all_runs), analyze.of_several_lam(all_runs)):
-        lrs, _ = analyze.learning_rate_sensitivity(part)
-        lrs = lrs[lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
-        lrs = report.with_colors(lrs, all_runs.variant)
-        compared += [part.assign(behind=analyze.behind(part), setting=part.setting + part.rounding), lrs]
-    csv = folder / 'distributions.csv'
-    values = pd.read_csv(csv, dtype={'run': str}) if csv.exists() else pd.DataFrame(columns=['run', 'median'])
+def main(folder):
+    runs, _ = analyze.read_runs(folder / 'results.csv')
+    runs = report.with_colors(runs, runs.variant)
+    runs['name'] = runs.method.replace(report.NAMES) + runs.setting + runs.rounding
+    path = folder / 'distributions.csv'
+    values = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
     tables, texts = [], []
-    for tying, word in report.TYING.items():
-        of_tying = [rows[rows.weight_tying == tying] for rows in (all_runs, *compared)]
-        runs, methods, lrs, several, lrs_of_several = of_tying
-        tables += filter(None, [overhead_table(runs, word)])
-        for function, *data in ((lrs_of_sizes, lrs), (sensitivity, several, lrs_of_several),
-                                (distributions, methods.merge(values, on='run'))):
-            figure = function(*data)
-            if figure:
-                name = f'figures/{function.__name__}_{word}.png'
-                (folder / 'figures').mkdir(exist_ok=True)
+    for tying, rows in runs.groupby('weight_tying'):
+        word = report.TYING[tying]
+        tables.append(overhead_table(rows, word))
+        methods, several = analyze.of_default_lam(rows), analyze.of_several_lam(rows)
+        for draw, data in ((lrs_of_sizes, methods), (sensitivity, several),
+                           (distributions, methods.merge(values, on='run'))):
+            if figure := draw(data):
+                name = f'figures/{draw.__name__}_{word}.png'
                 figure.set_layout_engine('constrained')
                 figure.savefig(folder / name, bbox_inches='tight')
-                plt.close(figure)
-                texts.append(f'\n![{word}]({name})\n\n{" ".join(function.__doc__.split())}\n')
-    report.write_markdown(folder / 'appendix.md', tables)
+                texts.append(f'\n![{word}]({name})\n\n{draw.__doc__}\n')
+    report.write_markdown(folder / 'appendix.md', filter(None, tables))
     with open(folder / 'appendix.md', 'a', encoding='utf-8') as file:
         file.writelines(texts)
 
 
 if __name__ == '__main__':
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]))

@@ -1,9 +1,4 @@
-"""
-The authors' runs -> mean_logit.csv: what each run lost, and what rounding at its mean logit should cost (c);
-README.md's numbers, in the terminal; figure.png.
-
-    python results/mean_logit/mean_logit.py
-"""
+"""mean_logit.csv, README.md's numbers and figure.png: python -m results.mean_logit.mean_logit"""
 from pathlib import Path
 from statistics import NormalDist
 
@@ -15,8 +10,6 @@ HERE = Path(__file__).parent
 FLOOR = 0.003  # of the figure: smaller losses, and gains, are drawn here
 NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / 1000) for i in range(1000)])
 LOOKS = {'tied baseline': '^C1', 'λ = 1e-7': 'DC2', 'untied baseline': 'oC3'}  # kinds of runs without cure
-LISTED = ['kind == kind and weight_tying == 0 and lr == 0.3', 'method == "weight_decay" and logit_mean >= 64',
-          'method == "z_loss" and lam == 1e-4 and lr == 0.3', 'lr == 0.03 and size == "221M"']
 
 
 def cost(mean, spread=0.0, bits=8):
@@ -30,13 +23,13 @@ def read_runs():
     """The authors' runs that the page speaks of, beside μ-loss of the same size, tying and learning rate."""
     runs = pd.read_csv(HERE.parent / 'authors/results.csv')
     default = runs.lam.isna() | (runs.lam == 1e-4)
-    tying = np.where(runs.weight_tying == 1, 'tied baseline', 'untied baseline')
-    runs['kind'] = pd.Series(tying).where(runs.method == 'baseline')
+    tying = runs.weight_tying.map({0: 'untied baseline', 1: 'tied baseline'})
+    runs['kind'] = tying.where(runs.method == 'baseline')
     runs.loc[runs.lam == 1e-7, 'kind'] = 'λ = 1e-7'  # of z-loss and μ-loss
     shown = runs.kind.notna() | default & runs.method.isin(['weight_decay', 'z_loss', 'mu_centering'])
     where = ['weight_tying', 'size', 'lr']
-    cured = runs[default & (runs.method == 'mu_loss')].assign(mu_loss=lambda x: x.test_loss)
-    runs = runs[shown].merge(cured[[*where, 'mu_loss']], on=where, validate='many_to_one')
+    cured = runs[default & (runs.method == 'mu_loss')].set_index(where).test_loss.rename('mu_loss')
+    runs = runs[shown].join(cured, on=where, validate='many_to_one')
     runs['excess'] = runs.test_loss - runs.mu_loss
     runs['c_at_mean'] = cost(runs.logit_mean)
     # the spread of weight decay is not known: half of the mean logit, the median of the others
@@ -52,37 +45,39 @@ def hits(loss, estimate, factor=2.0):
     return int((loss / estimate).between(1 / factor, factor).sum())
 
 
-def report(runs):
+def report(every):
     """README.md's numbers."""
     pd.set_option('display.width', 200, 'display.max_columns', 20, 'display.precision', 3)
-    runs, every = runs[runs.kind.notna()], runs
+    runs = every[every.kind.notna()]
     size = runs.logit_mean.abs()
     print(runs.groupby(2 ** np.log2(size.clip(32)).astype(int)).excess.agg(['count', 'median', 'min', 'max']))
-    for least in (16, 32, 64, 100):
+    for least in (32, 64, 100):
         some = runs[size >= least]
-        print(f'from {least} on: {len(some)} runs; within a factor of 2 and 1.5, and of 2 at the mean alone:',
-              hits(some.excess, some.c), hits(some.excess, some.c, 1.5), hits(some.excess, some.c_at_mean))
-    large = runs[size >= 64]
+        print(f'within a factor of 2, from {least} on: {hits(some.excess, some.c)} of {len(some)}')
+
+    large = runs[size >= 64].assign(length=lambda x: np.hypot(x.logit_mean, x.logit_mean_spread))
+    print('within a factor of 2, by the mean logit alone:', hits(large.excess, large.c_at_mean))
+    others = large[~large.ratio.between(1 / 1.5, 1.5)]
+    print('within a factor of 1.5:', hits(large.excess, large.c, 1.5), 'others:', others, sep='\n')
+    print('loss / c from 500 on:', large.ratio[size >= 500].agg(['count', 'min', 'max']).to_dict())
     for bits in (7, 8, 9):
-        ratio = large.excess / cost(large.logit_mean, large.logit_mean_spread, bits)
-        print(f'{bits} bits: median of loss / c {ratio.median():.2f}')
+        c = cost(large.logit_mean, large.logit_mean_spread, bits)
+        print(f'{bits} bits: median of loss / c {(large.excess / c).median():.2f}')
     for what, by in (('all runs', large.index * 0), ('runs of one rate', large.lr)):
         rng = np.random.RandomState(1)
         n = [hits(large.excess, large.groupby(by).c.transform(rng.permutation)) for _ in range(2000)]
         print(f'c shuffled among {what}: within a factor of 2 {np.mean(n):.1f}, at most {max(n)}')
-    length = np.hypot(large.logit_mean, large.logit_mean_spread)
-    for x in (large.lr, large.mu_norm, large.logit_mean, length.rename('with spread')):
-        fit = np.polyfit(np.log(x), np.log(large.excess), 1)
-        print(f'fitted power of {x.name}: {hits(large.excess, np.exp(np.polyval(fit, np.log(x))))}')
-    print('ratio from 500 on', large.ratio[size >= 500].describe(), sep='\n')
-    print('beyond a factor of 1.5', large[~large.ratio.between(1 / 1.5, 1.5)], sep='\n')
-    for rows in LISTED:
+    for name in ('lr', 'mu_norm', 'logit_mean', 'length'):
+        x, y = np.log(large[name]), np.log(large.excess)
+        print(f'fitted power of {name}:', hits(large.excess, np.exp(np.polyval(np.polyfit(x, y, 1), x))))
+    for rows in ('method == "weight_decay" and logit_mean >= 64', 'lr == 0.03 and size == "221M"',
+                 'method == "z_loss" and lam == 1e-4 and lr == 0.3'):
         print(rows, every.query(rows), sep='\n')
-    untied = runs.query(LISTED[0])
-    print(np.log(untied[['excess', 'c', 'mu_norm']]).corr())
+    untied = runs[(runs.weight_tying == 0) & (runs.lr == 0.3)]
+    print('untied, at 0.3', untied, np.log(untied[['excess', 'c', 'mu_norm']]).corr(), sep='\n')
     norms = untied.set_index(['method', 'size'])[['mu_norm', 'logit_mean']].sort_index()
     print(norms.div(norms.loc['baseline'], level='size').groupby('method').agg(['min', 'max']))
-    print('μ-centering less μ-loss', every[every.method == 'mu_centering'].excess.describe(), sep='\n')
+    print('μ-centering and μ-loss differ by', every.excess[every.method == 'mu_centering'].abs().max())
 
 
 def draw(runs):

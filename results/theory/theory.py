@@ -1,42 +1,34 @@
-"""The paper's figures that follow from its equations alone: python results/theory/theory.py"""
+"""The paper's figures that follow from its equations alone: python -m results.theory.theory"""
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-HERE = Path(__file__).parent
-RED, BLUE = '#FF2C00', '#0C5DA5'  # the paper's colours of the baseline and of z-loss
 
-
-def project(X, basis):
-    """
-    x (..., H) -> (x1, x2, x3): its coordinates in the plane of μ and h, and the norm of all others. It keeps
-    norms, and the dot product with any vector of the plane.
-    """
-    plane = X @ basis
-    return np.concatenate((plane, np.linalg.norm(X - plane @ basis.T, axis=-1, keepdims=True)), axis=-1)
+def project(x):
+    """x (..., H) -> (x1, x2, x3): its first two coordinates, and the norm of all others."""
+    return *x[..., :2].T, np.linalg.norm(x[..., 2:], axis=-1)
 
 
 def figure_1(H=1024, V=2000):
     """Embeddings isotropic around μ, before and after e_i* = e_i - μ (Eq. 9)."""
     rng = np.random.RandomState(1)
-    mu, h = np.zeros(H), np.zeros(H)
+    mu, h = np.zeros(H), np.zeros(H)  # in the plane of the first two coordinates
     mu[0], h[:2] = 0.5, (0.5, 0.3)
     E = rng.standard_normal((V, H)) / np.sqrt(H)
     E += mu - E.mean(axis=0)
-    basis = np.eye(H)[:, :2]  # span(μ, h)
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), subplot_kw={'projection': '3d'})
     panels = ((r'$e_i$', E, {r'$\mu$': mu, '$h$': h}),
               (r'$e_i^\star = e_i - \mu$', E - E.mean(axis=0), {'$h$': h}))
     for ax, (title, points, arrows) in zip(axes, panels, strict=True):
-        ax.scatter(*project(points, basis).T, s=2, color=RED, alpha=0.4)
+        ax.scatter(*project(points), s=2, color='#FF2C00', alpha=0.4)  # the paper's baseline
         for label, vector in arrows.items():
-            ax.quiver(0, 0, 0, *project(vector, basis), color='black', arrow_length_ratio=0.1)
-            ax.text(*project(1.15 * vector, basis), label, fontsize=12)
+            ax.quiver(0, 0, 0, *project(vector), color='black', arrow_length_ratio=0.1)
+            ax.text(*project(1.15 * vector), label, fontsize=12)
         cos = points @ h / np.linalg.norm(points, axis=1) / np.linalg.norm(h)
         ax.set(title=f'{title}\nmean of cos($h$, ·): {abs(cos.mean()):.2f}, largest: {abs(cos).max():.2f}',
-               xlim=(-0.2, 0.7), ylim=(-0.3, 0.5), zlim=(0, 1.2), xlabel='$x_1$', ylabel='$x_2$',
-               zlabel='$x_3^{(3)}$')
+               xlabel='$x_1$', xlim=(-0.2, 0.7), ylabel='$x_2$', ylim=(-0.3, 0.5),
+               zlabel='$x_3^{(3)}$', zlim=(0, 1.2))
         ax.locator_params(nbins=5)
         ax.view_init(elev=20, azim=-60)
         ax.zaxis.labelpad = 8
@@ -49,7 +41,7 @@ def figure_6():
     logit = np.linspace(-6, 6, 400)
     figure, ax = plt.subplots(figsize=(4.6, 3.4), layout='constrained')
     for S, line in ((0, '-'), (1, '--'), (10, ':')):
-        ax.plot(logit, np.log(np.exp(logit) + S) ** 2, line, color=BLUE, label=f'$S = {S}$')
+        ax.plot(logit, np.log(np.exp(logit) + S) ** 2, line, color='#0C5DA5', label=f'$S = {S}$')
     ax.set(xlabel='$l_i$', ylabel=r'$\mathcal{L}_z / \lambda$')
     ax.legend(frameon=False)
     return figure
@@ -57,13 +49,12 @@ def figure_6():
 
 def figure_7():
     """Z = exp(l_1) + exp(l_2) (Eq. 4) and L_z / λ = log² Z (Eq. 5). Black: Z = 1."""
-    axis = np.linspace(-4, 2, 121)
-    l1, l2 = np.meshgrid(axis, axis)
+    l1, l2 = np.meshgrid(np.linspace(-4, 2, 121), np.linspace(-4, 2, 121))
     Z = np.exp(l1) + np.exp(l2)
     best = np.linspace(-4, np.log(1 - np.exp(-4)), 400)
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), subplot_kw={'projection': '3d'})
-    for ax, title, value, optimum in zip(axes, ('$Z$', r'$\mathcal{L}_z / \lambda$'), (Z, np.log(Z) ** 2),
-                                         (1, 0), strict=True):
+    panels = (('$Z$', Z, 1), (r'$\mathcal{L}_z / \lambda$', np.log(Z) ** 2, 0))
+    for ax, (title, value, optimum) in zip(axes, panels, strict=True):
         ax.computed_zorder = False  # the curve lies in the surface: draw it last
         ax.plot_surface(l1, l2, value, cmap='viridis', alpha=0.85, linewidth=0)
         ax.plot(best, np.log(1 - np.exp(best)), optimum, color='black', linewidth=2, zorder=5)
@@ -74,4 +65,4 @@ def figure_7():
 
 if __name__ == '__main__':
     for draw in (figure_1, figure_6, figure_7):
-        draw().savefig(HERE / f'{draw.__name__}.png', dpi=120)
+        draw().savefig(Path(__file__).with_name(f'{draw.__name__}.png'), dpi=120)
