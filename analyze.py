@@ -393,10 +393,9 @@ def main(argv=None):
     figures = report.draw_figures(runs.loc[compared.index], everything, curves, out / 'figures')
     messages = [table['message'] for table in tables if 'message' in table]
     rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
-    largest = [f'In BF16, {run.variant} of {run.size} at η = {run.lr:g}: {train.verdict(run.logit_mean)}.'
+    largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}, {train.verdict(run.logit_mean)}.'
                for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
-    lines = [*report.said_of_rounding(runs), *messages, f'What is shown: {", ".join(inputs)}.', *largest,
-             *report.describe(runs), *lines]
+    lines = [*report.said_of_rounding(runs), *messages, *largest, *report.describe(runs), *lines]
     report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)
 
     for table in tables[:-1]:

@@ -60,7 +60,7 @@ def lrs_table(lrs, column, title):
         overlap = (rivals.lrs_n1_lowest <= best.lrs_n1_highest.max()).any()
         winners = [] if overlap else [*best.variant]
         nothing = 'a tie, as ranges over seeds overlap' if overlap else 'nothing was learned'
-        said.append(f'{size} {", ".join(f"{name} {shown.min():.3f}" for name in winners) or nothing}')
+        said.append(f'{size}, {", ".join(f"{name} {shown.min():.3f}" for name in winners) or nothing}')
         for run in rows.itertuples():
             cell = f'{run.lrs_n1:.3f}' + f' ({run.n_lrs} lr)' * (run.rates != usual)
             if run.behind == 0:
@@ -305,16 +305,14 @@ def said_of_rounding(runs):
 
 
 def describe(runs):
-    """Lines that say what was run, and what too few rates, steps or seeds cannot say."""
+    """Lines that say what was run, and what too few rates, steps or seeds cannot tell."""
     lines = [f'Runs: {len(runs)}.']
     for column in runs.columns.intersection(DESCRIBED, sort=False):
         values = [x if isinstance(x, str) else f'{x:.12g}' for x in runs[column].dropna().unique() if x != '']
         lines[0] += f' {column}: {", ".join(values)}.' * (values not in ([], ['0']))  # 0: perhaps unknown
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
     if of_variant.lr.nunique().max() < MIN_RATES:
-        settings = '; '.join(x.strip(', ') for x in dict.fromkeys(runs.setting + runs.rounding) if x)
-        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one setting'
-                     + f'; there are: {settings}' * bool(settings) + '.')
+        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one name.')
     if runs.steps.max() < 10_000:
         lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = of_variant.seed.nunique()
