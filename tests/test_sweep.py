@@ -129,7 +129,7 @@ class Runs:
         Path('act').write_text(act)
         self.monkeypatch.setenv('PATH', '/usr/bin:/bin')  # without this python
         self.monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
-        if gpus == '0,1,2,3':  # all there are
+        if gpus[:2] == '0,':  # all there are
             self.monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
         replace(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
         replace(torch.cuda, 'is_available', lambda: gpus != '')
@@ -190,8 +190,8 @@ def test_any_list(runs, names, jobs):
 def test_shared_gpu(runs):
     for _ in range(3):
         runs.add()
-    assert runs.call(3, '5,4', 'while starts() < 3: time.sleep(0.01)')[0] == 0
-    assert sorted(given for _, _, given in runs.notes('start')) == ['4', '5', '5']
+    assert runs.call(3, '0,1', 'while starts() < 3: time.sleep(0.01)')[0] == 0
+    assert sorted(given for _, _, given in runs.notes('start')) == ['0', '0', '1']
 
 
 @pytest.mark.parametrize('name, ignored', [('INT', 0), ('TERM', 0), ('HUP', 0), ('HUP', 1)])
