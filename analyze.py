@@ -100,7 +100,7 @@ def measure_run(folder):
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: not kept
+    if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: deleted
         return kept
     saved = train.read_checkpoint(str(path))
     config = saved['config']
@@ -132,11 +132,11 @@ FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train
 
 # Runs of one size and tying share these, or their losses could not be compared.
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
-# Any other flag in which they differ is part of a name, a fork's too, but for what all tables have anyway.
+# Any other flag that changes results is part of a name where runs differ in it, a fork's too.
 IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
     'eval_every', 'eval_tokens'}]
-NAMED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds
+ADDED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds
 ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
 
 
@@ -164,7 +164,7 @@ def name_runs(runs):
     runs = runs.assign(setting='', rounding='')
     for flag in IN_NAMES:
         if own[flag].groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
-            usual = min(own[flag].mode()) if own[flag].all() else ''  # the default, if a run has it
+            usual = min(own[flag].mode()) if own[flag].all() else ''  # the default, or the commonest
             runs['rounding' if flag in ROUNDING else 'setting'] += [
                 f', {flag} {value}' if value != usual else '' for value in own[flag]]
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
@@ -173,9 +173,9 @@ def name_runs(runs):
     return runs.assign(variant=runs.method.replace(report.NAMES) + lams + runs.setting + runs.rounding)
 
 
-def refuse(runs, message):
-    """Ends the program with the name of the first of these runs, if there is one, and what is wrong."""
-    check(runs.empty, f'{[*runs.run, ""][0]}: {message}')
+def refuse(wrong, message):
+    """If there are runs `wrong`, ends the program: names the first of them and says what is wrong."""
+    check(wrong.empty, f'{"".join(wrong.run[:1])}: {message}')
 
 
 def complete(runs):
@@ -194,17 +194,17 @@ def complete(runs):
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
     runs = name_runs(runs)
     for name in [*COMPARABLE, 'n_params']:
-        alike = ['size', 'weight_tying', *['variant'] * (name == 'n_params')]
+        columns = ['size', 'weight_tying'] + (['variant'] if name == 'n_params' else [])
         value = runs[name].where(runs[name] != '')  # an empty cell is unknown
-        first = value.groupby([runs[column] for column in alike]).transform('first')
+        first = value.groupby([runs[column] for column in columns]).transform('first')
         refuse(runs[value.notna() & (value != first)],
                f'its {name} differs from that of other runs of its size; analyse them apart')
     refuse(runs[runs.duplicated(['variant', *report.PLACE, 'seed'])],
            'a second run of its method, size, lr and seed')
-    order = {name: i for i, name in enumerate([*SIZES, *METHODS])}  # then others
+    order = list(dict.fromkeys([*SIZES, *METHODS, *runs['size'], *runs.method]))  # then others
     by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']  # the paper's order
     return runs.sort_values(by, ignore_index=True, key=lambda column: (
-        column.map(order).fillna(99) if column.name in ('size', 'method') else column))
+        column.map(order.index) if column.name in ('size', 'method') else column))
 
 
 # -------- csv files
@@ -215,7 +215,7 @@ def write_csv(path, rows, float_format=None):
 
 
 def differences(rows, names):
-    """A line on the columns `names` in which rows differ, of which runs' names say nothing, if any."""
+    """A line that names those of the columns `names` in which rows differ, as runs' names do not, if any."""
     differ = [name for name in names if len({*map(as_text, rows.get(name, []))} - {''}) > 1]
     return [f'runs differ in {", ".join(differ)}, which names do not show'] if differ else []
 
@@ -226,11 +226,11 @@ def read_runs(path):
     RESULTS nor train.py's flags have is a fork's statistic if it has only numbers, else it is not read.
     """
     rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # text alone, '' where a cell is empty
-    check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows are longer than its header')  # 3,55
+    check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows are longer than its header: 3,55?')
     rows = rows.fillna('').rename(columns=lambda name: name.strip().lower())
     missing = [name for name in REQUIRED if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
-    check(len(rows) and all(rows.test_loss), f'{path}: has no runs, or an empty test_loss; nan: not finite')
+    check(len(rows) and all(rows.test_loss), f'{path}: has no runs, or an empty test_loss (nan: not finite)')
     texts = []
     for name in rows.columns.difference(TEXTS):
         cells = rows[name].str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
@@ -262,13 +262,14 @@ def read_folders(folders):
         kept = [line for i, line in enumerate(log) if i % every == 0 or 'loss' not in line]
         curves.append(pd.DataFrame(kept).assign(run=str(folder)))
     check(any(run['finished'] for run in runs), '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
+    # None -> NaN, so that columns of numbers are floats
     return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
 
 
 def collect(folders, out):
     """Reads and measures runs, writes three csv files -> the finished; all; their curves; lines."""
     everything, curves, lines = read_folders(folders)
-    finished, others = (everything[everything.finished == is_so] for is_so in (True, False))
+    finished, others = everything[everything.finished], everything[~everything.finished]
     runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
     unknown = finished.columns.difference([*RESULTS, *FLAGS, *train.MAY_CHANGE])
     lines += differences(finished, ['commit', *unknown])
@@ -281,13 +282,13 @@ def collect(folders, out):
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
             measured = {'numbers': {'loss': math.nan}, 'distributions': {}}
         loss = measured['numbers'].pop('loss')
-        if run.test_tokens <= POSITIONS and abs(loss / run.test_loss - 1) > 1e-3:  # on another machine, less
+        if run.test_tokens <= POSITIONS and abs(loss / run.test_loss - 1) > 1e-3:  # rounding differs by less
             lines.append(f'{run.run}: by model.pt the test loss is {loss:.4f}, not {run.test_loss:.4f}')
         statistics.append(measured['numbers'])
         distributions += [{'run': run.run, 'quantity': x, **y} for x, y in measured['distributions'].items()]
     runs = runs.assign(**pd.DataFrame(statistics, index=runs.index))
 
-    rows = runs.drop(columns=NAMED)
+    rows = runs.drop(columns=ADDED)
     write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
@@ -304,14 +305,14 @@ MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, lea
 def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
     is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
-    alike = [runs[name] for name in ('size', 'weight_tying', 'method', 'setting', 'rounding')]
-    return runs[is_default | ~is_default.groupby(alike).transform('any')]
+    keys = [runs[name] for name in ('size', 'weight_tying', 'method', 'setting', 'rounding')]
+    return runs[is_default | ~is_default.groupby(keys).transform('any')]
 
 
 def of_several_lam(runs):
     """The runs that values of λ are compared by: of the methods that ran with several."""
-    alike = runs.groupby(['weight_tying', 'method', 'setting', 'rounding'])
-    return runs[alike.lam.transform('nunique') > 1]
+    groups = runs.groupby(['weight_tying', 'method', 'setting', 'rounding'])
+    return runs[groups.lam.transform('nunique') > 1]
 
 
 def behind(runs):
@@ -320,11 +321,11 @@ def behind(runs):
     at its size, tying, learning rate and setting; else 0, or NaN if no other variant is there. The authors
     mark by this rule what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb of their code.
     """
-    alike = [runs[name] for name in [*report.PLACE, 'setting', 'rounding']]
-    loss = runs.test_loss.groupby([*alike, runs.variant]).transform(lambda seeds: seeds.mean(skipna=False))
-    lowest = loss.groupby(alike).transform('min')
-    alone = runs.variant.groupby(alike).transform('nunique') == 1
-    return (1.0 - ((loss - lowest) / lowest <= 0.01)).mask(alone & loss.notna())
+    keys = [runs[name] for name in [*report.PLACE, 'setting', 'rounding']]
+    loss = runs.test_loss.groupby([*keys, runs.variant]).transform(lambda seeds: seeds.mean(skipna=False))
+    lowest = loss.groupby(keys).transform('min')
+    alone = runs.variant.groupby(keys).transform('nunique') == 1
+    return (~((loss - lowest) / lowest <= 0.01)).astype(float).mask(alone & loss.notna())  # NaN: 1
 
 
 def learning_rate_sensitivity(runs):
@@ -337,9 +338,9 @@ def learning_rate_sensitivity(runs):
     rows, lines = [], []
     runs = runs.assign(behind=behind(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
-        rates = part.groupby('seed').lr.agg(lambda lr: ' '.join(map('{:g}'.format, lr)))
-        most = max(rates, key=lambda text: text.count(' '))
-        n = 1 + most.count(' ')
+        rates = part.groupby('seed').lr.agg(lambda lr: ' '.join(map('{:g}'.format, lr)))  # sorted
+        most = max(rates, key=lambda text: len(text.split()))
+        n = len(most.split())
         compared = rates.index[(rates == most) & (n > 1)]
         lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
                   f'rates {rates[seed]}' for seed in rates.index.difference(compared)]
@@ -368,7 +369,7 @@ def main(argv=None):
     """Reads, compares and draws what the command line names."""
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
-    inputs = args.runs or [args.results.removesuffix('results.csv').removesuffix('.csv')]
+    inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]
     out = Path(args.out or f'results/{"+".join(Path(name).resolve().name for name in inputs[:3])}')
 
     if args.runs:
@@ -384,10 +385,11 @@ def main(argv=None):
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
     if lrs.n_lrs.max() >= report.MIN_RATES:  # or there is no LRS that they could be left out of
-        lines += dict.fromkeys(left_out + also_left_out)
+        no_start = ['LRS neither caps a loss nor sees that nothing was learned where init_loss is empty.']
+        lines += dict.fromkeys(left_out + also_left_out + no_start * bool(compared.init_loss.isna().any()))
     write_csv(out / 'lrs.csv', lrs.drop(columns='setting'))  # which `variant` has
 
-    of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *NAMED, 'behind'}]
+    of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED, 'behind'}]
     tables = report.make_tables(runs, methods, several, of_a_fork)
     report.write_markdown(out / 'tables.md', tables)
     figures = report.draw_figures(runs.loc[compared.index], everything, curves, out / 'figures')

@@ -139,7 +139,7 @@ class Runs:
             lambda args: (Path(args.out, 'result.json').exists(), None)))
         replace(runner.analyze, 'main', analysed.extend)
         replace(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
-        replace(sys, 'stdin', io.StringIO('\n\n'.join(self.lines)))
+        replace(sys, 'stdin', io.StringIO('\n\n # python train.py\n'.join(self.lines)))
         with pytest.raises(SystemExit) as ended:
             runner.main([f'--jobs={jobs}'])
         return ended.value.code, ''.join(self.capsys.readouterr()).splitlines(), analysed
@@ -192,6 +192,8 @@ def test_shared_gpu(runs):
         runs.add()
     assert runs.call(3, '0,1', 'while starts() < 3: time.sleep(0.01)')[0] == 0
     assert sorted(given for _, _, given in runs.notes('start')) == ['0', '0', '1']
+    runs.lines[0] = f'X=1 {runs.lines[0]}'  # which a shell would understand
+    assert runs.call()[0] == 2
 
 
 @pytest.mark.parametrize('name, ignored', [('INT', 0), ('TERM', 0), ('HUP', 0), ('HUP', 1)])

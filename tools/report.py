@@ -59,7 +59,7 @@ def lrs_table(lrs, column, title):
         best, rivals = rows[shown == shown.min()], rows[shown > shown.min()]
         overlap = (rivals.lrs_n1_lowest <= best.lrs_n1_highest.max()).any()
         winners = [] if overlap else [*best.variant]
-        nothing = 'a tie, as ranges over seeds overlap' if overlap else 'nothing was learned'
+        nothing = 'a tie, as ranges overlap' if overlap else 'nothing was learned, or at other rates'
         said.append(f'{size}, {", ".join(f"{name} {shown.min():.3f}" for name in winners) or nothing}')
         for run in rows.itertuples():
             cell = f'{run.lrs_n1:.3f}' + f' ({run.n_lrs} lr)' * (run.rates != usual)
@@ -80,9 +80,9 @@ def lrs_table(lrs, column, title):
 
 def seed_table(runs):
     """Test losses minus the baseline's of the same seed, where a variant shares two with it, or None."""
-    baseline = runs[runs.method == 'baseline'][[*SAME, 'test_loss']]
+    baseline = runs[runs.method == 'baseline'][[*SAME, 'capped_loss']]
     pairs = runs[runs.method != 'baseline'].merge(baseline, on=SAME, suffixes=('', '_of_baseline'))
-    pairs = pairs.assign(gap=pairs.test_loss - pairs.test_loss_of_baseline)
+    pairs = pairs.assign(gap=pairs.capped_loss - pairs.capped_loss_of_baseline)
     gaps = pairs.groupby([*PLACE, 'variant'], sort=False).gap.agg(['mean', 'min', 'max', 'count'])
     gaps = gaps[gaps['count'] > 1].round(3) + 0.0  # never -0.000
     cells = {(size, TYING[tying], f'{lr:g}', variant): f'{mean:+.3f} [{lowest:+.3f}, {highest:+.3f}]'
@@ -90,7 +90,7 @@ def seed_table(runs):
     return cells and dict(
         title='Test loss minus that of the baseline of the same seed', rows=grid(cells, 'size', 'tying', 'η'),
         caption='In nats, means over the seeds that both have [lowest, highest]. Below 0, the method is '
-                'better. -: fewer than two such seeds.')
+                'better. A loss above the one at initialisation counts as that one.')
 
 
 def run_table(runs, own_statistics):
@@ -242,7 +242,7 @@ FIGURES = {  # title, caption
 def draw_figures(compared, everything, curves, folder):
     """Draws runs `compared` by learning rate, and of `everything` curves -> titles, captions, files."""
     folder.mkdir(exist_ok=True)
-    for old in [path for name in FIGURES for path in folder.glob(f'{name}_*.png')]:
+    for old in [path for name in FIGURES for path in folder.glob(f'{name}_*tied*.png')]:
         old.unlink()  # of an earlier analysis
     figures = []
 

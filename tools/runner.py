@@ -23,7 +23,7 @@ import train
 def read_run(line):
     """A command -> its run: the settings, the words, and whether it is done. Refuses what train.py would."""
     words = shlex.split(line)
-    train.check('train.py' in words, f'no command of train.py: {line}')
+    train.check('train.py' in words and '=' not in words[0], f'no command of train.py: {line}')
     processes = re.search('--nproc[-_]per[-_]node[= ]([0-9]+)', line)
     train.WORLD_SIZE = int(processes[1]) if processes else 1
     run = train.resolve_args(train.parser.parse_args(words[words.index('train.py') + 1:]))
@@ -38,7 +38,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(usage='%(prog)s [--jobs=1] <runs.txt', description=__doc__)
     parser.add_argument('--jobs', type=int, default=1, help='how many runs go at once; they may share a GPU')
     jobs = parser.parse_args(argv).jobs
-    runs = [read_run(line) for line in sys.stdin.read().splitlines() if line.strip()]
+    runs = [read_run(line) for line in sys.stdin.read().splitlines() if not re.match(r'\s*(#|$)', line)]
     folder, *others = {run.out.parent for run in runs}
     train.check(jobs > 0 and not others, f'--jobs={jobs} should be 1 or more, and every --out in {folder}')
     # what analyze.py would refuse, as it could not compare these runs and others in the folder
