@@ -125,7 +125,7 @@ def test_init_from_a_checkpoint(whole, corpus, trained, tmp_path, monkeypatch):
     assert line['mu_norm'] < 1e-6 and result['init_loss'] is None
     assert all(state['step'] == 40 for state in optimizer['state'].values())
     assert {(*group['betas'], group['eps']) for group in optimizer['param_groups']} == {(0.9, 0.5, 1e-5)}
-    refused(lambda: trained('other', *flags, '--lr=1'), f'{other} has lr=0.03', '--init_from=')  # not of the source
+    refused(lambda: trained('other', *flags, '--lr=1'), f'{other} has lr=0.03', '--init_from=')
     refused(lambda: trained('new', *flags, '--steps=20'), source, '--steps=20')  # it is of step 20
 
     argv = [*SMALL, f'--data={corpus}', f'--out={tmp_path}/killed', *flags]  # it saves its start alone
