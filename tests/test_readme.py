@@ -1,6 +1,7 @@
 """README.md and tools/README.md: commands, an added method, a sample of a model, lines for one's own loop."""
 import copy
 import functools
+import importlib
 import re
 import shlex
 import shutil
@@ -16,15 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import analyze
-import prepare_fineweb
 import train
 from conftest import ENV, ROOT, finish
 from small_runs import SMALL, ranks
 from test_facts import close, generator, normal
 
 README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
-PROGRAMS = {'train': train, 'prepare_fineweb': prepare_fineweb, 'analyze': analyze}
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 TOOLS = Path(ROOT, 'tools/README.md').read_text(encoding='utf-8')
 CODE = [block or span for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', README + TOOLS, re.S)]
@@ -54,7 +52,7 @@ def test_commands():
     """Their flags are known, and each sweep with settings before it has runs, no two of them alike."""
     text = README.replace('\\\n', ' ')
     for name, flags in re.findall(r'(\w+)\.py (--[^#\n`]*)', text):
-        PROGRAMS[name].parser.parse_args(flags.split())
+        importlib.import_module(name).parser.parse_args(flags.split())
     sweeps = re.findall(r'^[A-Z]+=.*bash sweep.sh', text, re.M)
     assert sweeps
     for line in sweeps:
@@ -213,16 +211,21 @@ def test_refused_shards():
             run(line, E=wrong)
 
 
+def llama(tied=False):
+    tf = pytest.importorskip('transformers')
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                            num_attention_heads=2, tie_word_embeddings=tied)
+    return tf.LlamaForCausalLM(config)
+
+
 @pytest.mark.parametrize('kind', ['untied', 'tied', 'lora'])
 def test_transformers(kind):
-    """A Llama and its copies have the same loss and gradients with the line; with LoRA on the head too."""
-    tf = pytest.importorskip('transformers')
+    """A Llama and its copies have the same gradients with the line; with LoRA on the head too."""
     peft = pytest.importorskip('peft') if kind == 'lora' else None
-    models, config = [], dict(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                              num_attention_heads=2, tie_word_embeddings=kind == 'tied')
+    models = []
     for head, lora in (('', ''), (HEAD, code('].__class__ ='))):
-        torch.manual_seed(0)
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**config)).double()
+        model = llama(tied=kind == 'tied').double()
         model.lm_head.weight.data += 1
         names = run(head, model=model)
         model = copy.deepcopy(model)
@@ -242,10 +245,8 @@ def test_transformers(kind):
 def test_trainers(kind, tmp_path):
     """The hook, where README's table says that it goes, keeps the embeddings centered."""
     tf, accelerate = map(pytest.importorskip, ('transformers', 'accelerate'))
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=32,
-                                               num_hidden_layers=1, num_attention_heads=2))
-    E = model.lm_head.weight
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = llama()
+    E, optimizer = model.lm_head.weight, torch.optim.AdamW(model.parameters(), lr=0.1)
     names = run(HOOK, model=model, optimizer=optimizer)
     if kind == 'Trainer':
         arguments = tf.TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True)
