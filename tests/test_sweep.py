@@ -119,7 +119,7 @@ class Runs:
         name = f'--seed={len(self.lines)} --out="out/my runs/r{len(self.lines)}"'
         self.lines.append(f'{launch} train.py {self.flags} {name} {flags}')
 
-    def call(self, jobs=1, gpus='', act='', find_start=None):
+    def call(self, jobs=1, gpus='', act=''):
         """The runner with GPUs of such names -> its exit status, what it printed, what it analysed."""
         analysed, replace = [], self.monkeypatch.setattr
         Path('notes').write_text('')
@@ -130,10 +130,9 @@ class Runs:
             self.monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
         replace(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
         replace(torch.cuda, 'is_available', lambda: gpus != '')
-        replace(torch.cuda, 'get_device_name', lambda: 'H100')
         replace(train, 'WORLD_SIZE', 1)  # or the runner's would stay
-        replace(train, 'find_start', find_start or (  # such a run leaves no settings
-            lambda args: (Path(args.out, 'result.json').exists(), None)))
+        replace(train, 'check_same', lambda names, owner, config, args, check=train.check_same: (
+            config and check(names, owner, config, args)))  # the runs of TRAIN leave no settings
         replace(runner.analyze, 'main', analysed.extend)
         replace(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
         replace(sys, 'stdin', io.StringIO('\n\n'.join(self.lines)))
@@ -189,8 +188,8 @@ if out.name in {fail}: note('end'), sys.exit('error: no luck')'''
 def test_signals(runs, name, ignored):
     """Its two runs end, which have sessions of their own; what nohup ignores changes nothing."""
     number = getattr(signal, f'SIG{name}')
-    if name != 'INT':  # these tests may be run under nohup themselves
-        signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    default = signal.default_int_handler if name == 'INT' else signal.SIG_DFL
+    signal.signal(number, signal.SIG_IGN if ignored else default)  # whatever nohup or & have set
     for _ in range(4):
         runs.add()
     status, _, analysed = runs.call(2, act=f"""if out.name in ('r1', 'r2'):
@@ -203,22 +202,18 @@ def test_signals(runs, name, ignored):
     assert len([*Path('out').glob('*/*/result.json')]) == 4
 
 
-@pytest.mark.parametrize('old, flags, named', [
-    ('r0', ['', ''], ''), ('r0', ['--beta2=0.9'], 'beta2=0.95'), ('x', ['--steps=7'], 'steps'),
-    ('x', ['--seed=9'], 'second'), ('x', ['', '--seed=0'], 'second'), ('x', ['--bta=1'], '--bta=1'),
-    ('x', ['--data=none'], 'none'), ('x', ['--device=cuda'], 'GPU'), ('x', ['', '--out=y/r1'], '--out')])
-def test_what_is_refused_before_the_first_run(runs, old, flags, named):
-    """By train.py; or by analyze.py, which could not compare it with others of the folder or the list."""
-    seed = {'r0': 0, 'x': 9}[old]
-    args = train.resolve_args(train.parser.parse_args([*runs.flags.split(), f'--seed={seed}']))
+@pytest.mark.parametrize('flags, named', [
+    (['--steps=7'], 'steps'), (['--seed=9'], 'second'), (['', '--seed=0'], 'second'),
+    (['--bta=1'], '--bta=1'), (['--data=none'], 'none'), (['--device=cuda'], 'GPU'),
+    (['', '--out=y/r1'], '--out'), (['--seed=9 --beta2=0.9 --out="out/my runs/x"'], 'beta2=0.95')])
+def test_what_is_refused_before_the_first_run(runs, flags, named):
+    """By train.py; or by analyze.py, which could not compare it with x or another of the list."""
+    args = train.resolve_args(train.parser.parse_args([*runs.flags.split(), '--seed=9']))
     args.data_fingerprint = train.fingerprint(train.open_data(args))
-    Path('out/my runs', old).mkdir(parents=True)
-    train.save(vars(args), f'out/my runs/{old}/config.json')
-    train.save({}, f'out/my runs/{old}/result.json')
+    Path('out/my runs/x').mkdir(parents=True)
+    train.save(vars(args), 'out/my runs/x/config.json')
+    train.save({}, 'out/my runs/x/result.json')
     for of_run in flags:
         runs.add(of_run)
-    status, printed, _ = runs.call(find_start=train.find_start)
-    if named:
-        assert status == 2 and named in printed[-1] and len(printed) < 3 and not runs.notes()
-    else:
-        assert printed[0].startswith('1 of 2 runs') and len(runs.notes('end')) == 1
+    status, printed, _ = runs.call()
+    assert status == 2 and named in printed[-1] and len(printed) < 3 and not runs.notes()
