@@ -84,7 +84,7 @@ def language_model(tied=False):
     torch.manual_seed(0)
     model = torch.nn.Sequential(OrderedDict(
         wte=torch.nn.Embedding(61, 16), mlp=torch.nn.Linear(16, 16), tanh=torch.nn.Tanh(),
-        lm_head=torch.nn.Linear(16, 61, bias=False))).double()
+        lm_head=torch.nn.Linear(16, 61))).double()
     model.lm_head.weight.data += 1
     if tied:
         model.wte.weight = model.lm_head.weight
@@ -96,7 +96,7 @@ def largest_mean_logit(logits):
     return eval(CHECK.splitlines()[1], {'logits': logits, 'print': torch.Tensor.item})
 
 
-def trained(method, tied, lines, wrap=lambda model: model, rank=0, world=1):
+def two_steps(method, tied, lines, wrap=lambda model: model, rank=0, world=1):
     """A model after two clipped steps of four micro-batches, with README's lines or by the equations."""
     raw_model = language_model(tied)
     if lines and method == 'centered_head':
@@ -126,8 +126,8 @@ def trained(method, tied, lines, wrap=lambda model: model, rank=0, world=1):
 
 
 def check_lines(method, tied, *ranks):
-    model = trained(method, tied, True, *ranks)
-    for p, q in zip(model.parameters(), trained(method, tied, False).parameters(), strict=True):
+    model = two_steps(method, tied, True, *ranks)
+    for p, q in zip(model.parameters(), two_steps(method, tied, False).parameters(), strict=True):
         same(p.full_tensor() if hasattr(p, 'full_tensor') else p, q)
     return model
 
@@ -135,7 +135,8 @@ def check_lines(method, tied, *ranks):
 @pytest.mark.parametrize('method', METHODS)
 @pytest.mark.parametrize('tied', [False, True])
 def test_one_process(method, tied):
-    logits = check_lines(method, tied)(TOKENS)
+    model = check_lines(method, tied)
+    logits = model(TOKENS) - model.lm_head.bias
     assert (largest_mean_logit(logits) < 1e-6) == (method != 'mu_loss')
 
 
@@ -153,11 +154,9 @@ def two_ranks(argv):
     mu, mine = E.mean(dim=0), slice(31 * rank, 31 * rank + 31)
     same(run(code('E -= mu / V'), E=E[mine].clone())['E'], (E - mu)[mine])
     shard = E[mine].clone().requires_grad_()
-    logits = run(code('E.detach()'), h=h.requires_grad_(), E=shard)['logits']
+    logits = run(code('E.detach()'), h=h, E=shard)['logits']
     logits.backward(G[:, mine])
-    dist.all_reduce(h.grad)
     same(logits, (h @ (E - mu).T)[:, mine])
-    same(h.grad, G @ E)
     same(shard.grad, (G.T @ h)[mine])
     dist.destroy_process_group()
 
@@ -168,28 +167,14 @@ def test_two_ranks(tmp_path):
 
 
 def test_line():
-    """The baseline's softmax, with a bias too, and where BF16 would round a large mean logit."""
+    """The head's lines have the baseline's softmax. The others refuse a shard of rows, or a flat one."""
     h, E, b = (normal(generator(0), *shape) + 1 for shape in ((5, 16), (61, 16), (61,)))
-    lines = code('b - b.mean()').splitlines()
-    for line, bias in zip(lines, (0, b), strict=True):
+    for line, bias in zip(code('b - b.mean()').splitlines(), (0, b), strict=True):
         logits = run(line, h=h, E=E, b=b)['logits']
         same(logits.softmax(dim=1), (h @ E.T + bias).softmax(dim=1))
         assert largest_mean_logit(logits) < 1e-6
-    model = torch.nn.Sequential(OrderedDict(lm_head=torch.nn.Linear(16, 61))).double()
-    before = model(h).softmax(dim=1)
-    run(HEAD, model=model)
-    same(model(h).softmax(dim=1), before)
-    E += 331 / 4  # of that norm
-    with torch.autocast('cpu', torch.bfloat16):
-        logits = run(lines[0], h=h.float(), E=E.float())['logits']
-    close(logits.double().softmax(dim=1), (h @ E.T).softmax(dim=1), rtol=0, atol=0.02)
-
-
-def test_refused_shards():
-    """A shard of the rows, a matrix stored (H, V), a flat shard."""
-    E = normal(generator(0), 61, 16)
-    lines = ('center(E, V)', 'add_mu_loss_gradient(E, V)')
-    for line, wrong in (*product(lines, (E[:31], E.T, E.flatten())), (code('E -= mu'), E.flatten())):
+    for line, wrong in (('center(E, V)', E[:31]), ('add_mu_loss_gradient(E, V)', E[:31]),
+                        (code('E -= mu / V'), E.flatten())):
         with pytest.raises(AssertionError):
             run(line, E=wrong)
 
@@ -197,9 +182,8 @@ def test_refused_shards():
 def llama(tied=False):
     tf = pytest.importorskip('transformers')
     torch.manual_seed(0)
-    config = tf.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                            num_attention_heads=2, tie_word_embeddings=tied)
-    return tf.LlamaForCausalLM(config)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=32,
+                               num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=tied))
 
 
 @pytest.mark.parametrize('kind', ['untied', 'tied', 'lora'])
