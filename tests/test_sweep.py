@@ -96,7 +96,7 @@ from pathlib import Path
 out, notes = Path(next(word[6:] for word in sys.argv if word[:6] == '--out=')), open('notes', 'a')
 def note(what): print(what, out.name, os.environ['CUDA_VISIBLE_DEVICES'], file=notes, flush=True)
 def starts(): return Path('notes').read_text().count('start')
-note('start' if os.getsid(0) == os.getpid() else 'within reach of Ctrl-C')
+note('start' if os.getsid(0) == os.getpid() else 'start within reach of Ctrl-C')
 exec(Path('act').read_text())
 out.mkdir(), (out / 'result.json').write_text('{}')
 note('end')
