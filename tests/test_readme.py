@@ -61,6 +61,7 @@ def test_sample(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(code('from model import'), names)
+    assert torch.equal(names['gpt'].E, names['saved']['model']['lm_head.weight'])
     assert names['text'][0] == 256 and len(names['text']) == 201 and max(names['text'][1:]) < 256
 
 

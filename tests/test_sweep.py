@@ -98,6 +98,7 @@ def note(what): print(what, out.name, os.environ['CUDA_VISIBLE_DEVICES'], file=n
 def starts(): return Path('notes').read_text().count('start')
 note('start' if os.getsid(0) == os.getpid() else 'start within reach of Ctrl-C')
 exec(Path('act').read_text())
+time.sleep(0.08)  # so that runs that are started together are seen together
 out.mkdir(), (out / 'result.json').write_text('{}')
 note('end')
 print(*sys.argv)
