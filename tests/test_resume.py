@@ -12,9 +12,6 @@ import train
 from conftest import finish, folder_hash, process, refused
 from small_runs import SMALL, assert_same, load, result_of, shard, state_of
 
-OPTIMIZED = {'__name__': 'optimized', '__file__': train.__file__}  # train.py under PYTHONOPTIMIZE=1
-exec(compile(Path(train.__file__).read_text(), train.__file__, 'exec', optimize=1), OPTIMIZED)
-
 
 def flags_of(corpus, out, *more):
     return [*SMALL, '--method=coupled_adam', '--weight_tying', '--lr=3e-2', '--steps=4', '--ckpt_every=3',
@@ -50,6 +47,17 @@ def whole(corpus, tmp_path_factory):
 def begun(whole, tmp_path):
     """The run as a kill half way would leave it."""
     return Path(shutil.copytree(whole[1][len(whole[1]) // 2], tmp_path / 'run'))
+
+
+def test_what_a_run_leaves(whole):
+    out = whole[0]
+    assert {name for name in os.listdir(out) if not name.endswith('.diff')} == {  # of code not committed
+        '.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_2.pt', 'model_4.pt', 'result.json'}
+    saved = load(out)
+    assert {*saved} == {'model', 'step', 'config'} and saved['step'] == 4
+    assert saved['config'] == train.read_json(f'{out}/config.json')
+    assert_same(saved['model'], load(out, 'model_4.pt')['model'])
+    assert len(saved['config']['commit'].split()) == 1
 
 
 def test_killed_at_any_moment(corpus, whole, tmp_path):
@@ -103,9 +111,8 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
         if isinstance(content, bytes):
             (begun / 'ckpt.pt').write_bytes(content)
         before = folder_hash(begun.parent)
-        for read in (train.read_checkpoint, OPTIMIZED['read_checkpoint']):
-            with pytest.raises(ValueError, match='ckpt.pt'):
-                read(f'{begun}/ckpt.pt')
+        with pytest.raises(ValueError, match='ckpt.pt'):
+            train.read_checkpoint(f'{begun}/ckpt.pt')
         for flags in ((begun,), (f'{begun}2', f'--init_from={begun}/ckpt.pt')):
             refused(lambda: train.main(flags_of(corpus, *flags)), 'ckpt.pt')  # noqa: B023
         assert folder_hash(begun.parent) == before

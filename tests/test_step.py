@@ -27,7 +27,7 @@ def settled(tmp_path, monkeypatch):
     return lambda *flags: train.resolve_args(train.parser.parse_args([f'--data={tmp_path}', *flags]))
 
 
-def test_defaults_are_appendix_a(settled):
+def test_defaults_are_appendix_a(settled, tmp_path):
     """Of which prepare_fineweb.py makes enough tokens."""
     expected = dict(
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
@@ -46,6 +46,8 @@ def test_defaults_are_appendix_a(settled):
     zeros = gpt_config(vars(settled('--method=mu_loss', '--lam=0', '--rope_fraction=0')))
     assert (zeros.lam, zeros.rope_fraction) == (0, 0)  # a zero is no default
     assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
+    train.save({'vocab_size': 257}, f'{tmp_path}/meta.json')
+    assert settled().vocab_size == 320  # of these data, up to a multiple of 64
 
 
 def test_groups():
