@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from model import METHODS, GPTConfig
 from small_runs import assert_same, state_of
-from test_facts import close, generator, head, of_logits, tiny_gpt, token_batch, train_steps
+from test_facts import close, generator, head, of_logits, tiny_gpt, token_batch
 from test_model import BF16_UNIT
 
 ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
@@ -65,18 +65,8 @@ def test_bf16_head(method, device):
         assert ((gradient - X @ Y).abs() <= bound).all()
 
 
-@pytest.mark.parametrize('tying', [False, True])
-def test_centered_head(tying):
-    """
-    Ten steps in float64 are the baseline's. With bf16 logits and a planted vector of norm 331 the logits are
-    small and h's gradient is the exact one, which the baseline's rounding turns along the vector.
-    """
-    gpts = [tiny_gpt(method, weight_tying=tying) for method in ('baseline', 'centered_head')]
-    for results in zip(*(train_steps(gpt, gpt.config.head_mode, 10) for gpt in gpts), strict=True):
-        (stats, norm), (centered, centered_norm) = results
-        close((centered['loss'], centered_norm), (stats['loss'], norm), rtol=1e-12, atol=1e-12)
-    close(gpts[1].state_dict(), gpts[0].state_dict(), rtol=0, atol=1e-11)
-
+def test_centered_head():
+    """With a planted vector of norm 331 h's gradient is right, which the baseline's rounding turns."""
     g = generator(0)
     h, vector = torch.randn(200, 32, generator=g).requires_grad_(), torch.randn(32, generator=g)
     E = torch.randn(500, 32, generator=g) / 6 + 331 * vector / vector.norm()
