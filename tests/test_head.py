@@ -27,8 +27,6 @@ def test_offset(offset, device):
         close(stats['loss'].double(), exact['loss'], rtol=1e-6, atol=1e-6)
         close(stats['reg'].double(), exact['reg'], rtol=1e-6, atol=0)
         assert (gradient - exact_gradient).norm() <= 2.0 ** -22 * exact_gradient.norm()
-        # or each step would pull all e_i along h
-        assert method != 'baseline' or gradient.sum(dim=1).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize('method, device', [

@@ -16,7 +16,7 @@ BF16_UNIT = 2.0 ** -8  # largest relative error of one rounding to bf16 (8 signi
 
 def settings(*flags):
     """Of a command, without data, which would say what the vocabulary is."""
-    return train.resolve_args(train.parser.parse_args([*flags, '--data=/nowhere']))
+    return train.resolve_args(train.parser.parse_args(['--data=/nowhere', *flags]))
 
 
 def test_published_sizes():

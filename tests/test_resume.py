@@ -10,7 +10,7 @@ import torch
 
 import train
 from conftest import finish, folder_hash, process, refused
-from small_runs import SMALL, assert_same, load, result_of, shard, state_of
+from small_runs import SMALL, assert_same, load, shard, state_of
 
 
 def flags_of(corpus, out, *more):
@@ -49,10 +49,13 @@ def begun(whole, tmp_path):
     return Path(shutil.copytree(whole[1][len(whole[1]) // 2], tmp_path / 'run'))
 
 
-def test_killed_at_any_moment(corpus, whole, tmp_path):
+def test_killed_at_any_moment(corpus, whole, tmp_path, monkeypatch):
     """What was being written is half there; the log has half a line more, or has lost its end."""
-    run, copies = whole
-    steps = []
+    def read_checkpoint(path, read=train.read_checkpoint):  # under a lock, or what another saves is lost
+        refused(lambda: train.lock_folder(os.path.dirname(path)), 'another process')
+        return read(path)
+    monkeypatch.setattr(train, 'read_checkpoint', read_checkpoint)
+    (run, copies), steps = whole, []
     for i, copy in enumerate(copies):
         out = shutil.copytree(copy, tmp_path / copy.name)
         for file in out.glob('*.tmp'):
@@ -80,22 +83,12 @@ def test_lost_files(corpus, whole, begun):
         assert folder_hash(out) == before
 
 
-def test_a_folder_in_use(corpus, begun, monkeypatch):
-    """It is locked before it is read: what is saved in between would else be lost."""
-    def read_checkpoint(path, read=train.read_checkpoint):
-        refused(lambda: train.lock_folder(str(begun)), begun, 'another process')
-        return read(path)
-    monkeypatch.setattr(train, 'read_checkpoint', read_checkpoint)
-    train.main(flags_of(corpus, begun))
-
-
 def test_checkpoints_that_are_not_ours(corpus, begun):
     """Damaged, of another program, or with a Path: in a pickle that is a call of any function of Python's."""
-    good = (begun / 'ckpt.pt').read_bytes()
-    parts = load(begun, 'ckpt.pt')
+    good, parts = (begun / 'ckpt.pt').read_bytes(), load(begun, 'ckpt.pt')
     middle = len(good) // 2
-    flipped = good[:middle] + bytes(255 - byte for byte in good[middle:middle + 400]) + good[middle + 400:]
-    for content in (good[:-1], flipped, [1, 2], {**parts, 'more': Path('x')}, {'model': {}}):
+    zeroed = good[:middle] + bytes(400) + good[middle + 400:]  # in the midst of the weights
+    for content in (good[:-1], zeroed, [1, 2], {**parts, 'more': Path('x')}, {'model': {}}):
         torch.save(content, begun / 'ckpt.pt')
         if isinstance(content, bytes):
             (begun / 'ckpt.pt').write_bytes(content)
@@ -124,7 +117,6 @@ def test_other_data(corpus, begun, tmp_path):
     train.save({**config, 'commit': 'older'}, f'{begun}/config.json')
     train.main(flags_of(other, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert train.read_json(f'{begun}/config.json')['commit'] == f'older {config["commit"]}'
-    assert result_of(begun)['model_step'] == 4  # the last step is saved without --ckpt_every too
 
 
 # Values that the run below does not have: what may not change when it resumes, and what may.

@@ -15,34 +15,29 @@ from conftest import refused
 from model import METHODS, gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
 from test_facts import close, equations, equations_logits, equations_step, tiny_gpt, token_batch
+from test_model import settings
 
 
-@pytest.fixture
-def settled(tmp_path, monkeypatch):
-    """settled(*flags): the settings of a command, with data of GPT-2's vocabulary, as if on a GPU."""
+def test_defaults_are_appendix_a(tmp_path, monkeypatch):
+    """On a GPU. prepare_fineweb.py makes enough tokens for them."""
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    return lambda *flags: train.resolve_args(train.parser.parse_args([f'--data={tmp_path}', *flags]))
-
-
-def test_defaults_are_appendix_a(settled, tmp_path):
-    """Of which prepare_fineweb.py makes enough tokens."""
     expected = dict(
         beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, min_lr=1e-5, warmup=5000, steps=100_000,
         batch_size=64, block_size=2048, size='16M', n_layer=6, n_embd=224, n_head=4, vocab_size=50304,
         weight_tying=False, rope_fraction=0.5, method='baseline', lam=None, cap=None, mu_shift=0.0,
         device='cuda', compile=True, eval_every=5000, eval_tokens=1_048_576, test_tokens=10_485_760, seed=1)
-    assert expected.items() <= vars(settled()).items()
+    assert expected.items() <= vars(settings()).items()
     for method in ('weight_decay', 'z_loss', 'mu_loss', 'adamw_decay'):
-        assert settled(f'--method={method}').lam == 1e-4
-    assert settled('--method=max_z_loss').lam == 2e-4 and settled('--method=cosine_reg').lam == 1
-    assert settled('--method=soft_capping').cap == 30 and settled('--cap=15').cap == 15
+        assert settings(f'--method={method}').lam == 1e-4
+    assert settings('--method=max_z_loss').lam == 2e-4 and settings('--method=cosine_reg').lam == 1
+    assert settings('--method=soft_capping').cap == 30 and settings('--cap=15').cap == 15
     assert prepare_fineweb.parser.get_default('tokens') > 100_000 * 64 * 2048
     assert prepare_fineweb.parser.get_default('val_tokens') > 10_485_760
-    zeros = gpt_config(vars(settled('--method=mu_loss', '--lam=0', '--rope_fraction=0')))
+    zeros = gpt_config(vars(settings('--method=mu_loss', '--lam=0', '--rope_fraction=0')))
     assert (zeros.lam, zeros.rope_fraction) == (0, 0)  # a zero is no default
-    assert [settled(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
+    assert [settings(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
     train.save({'vocab_size': 257}, f'{tmp_path}/meta.json')
-    assert settled().vocab_size == 320  # of these data, up to a multiple of 64
+    assert settings(f'--data={tmp_path}').vocab_size == 320  # up to a multiple of 64
 
 
 def test_what_a_fork_finds_in_a_step(monkeypatch):
@@ -67,10 +62,11 @@ def test_what_a_fork_finds_in_a_step(monkeypatch):
     ('', '', 'bfloat16', 16), ('--device=cpu', 'amx_bf16', 'bfloat16', 2),
     ('--device=cpu --block_size=512 --batch_size=12', 'avx512_bf16', 'bfloat16', 6),
     ('--device=cpu', 'avx512_f', 'float32', 2), ('--dtype=float32 --block_size=65536', '', 'float32', 1)])
-def test_defaults_of_the_machine(flags, unit, dtype, micro_batch, settled, monkeypatch):
+def test_defaults_of_the_machine(flags, unit, dtype, micro_batch, monkeypatch):
     """The dtype is what it is fast in. A micro-batch divides the batch; 32,768 tokens at most, or 4,096."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {unit: True})
-    args = settled(*flags.split())
+    args = settings(*flags.split())
     assert (args.dtype, args.logits_dtype, args.micro_batch_size) == (dtype, dtype, micro_batch)
 
 
@@ -155,7 +151,7 @@ def test_a_run_written_out(method, tying, tmp_path, monkeypatch):
 
     args = train.parser.parse_args(flags)
     steps, warmup, lr, min_lr, lam = args.steps, args.warmup, args.lr, args.min_lr, args.lam
-    clip, beta1, beta2 = args.grad_clip, args.beta1, args.beta2
+    beta1, beta2 = args.beta1, args.beta2
     gpt = tiny_gpt(seed=5, weight_tying=tying)
     parameters, moments = list(gpt.parameters()), {}
 
@@ -178,7 +174,7 @@ def test_a_run_written_out(method, tying, tmp_path, monkeypatch):
         loss, reg, logits = forward(train_windows[train.batch_windows(5, t, 4, 74 + 48)])
         gradients = torch.autograd.grad(loss + reg, parameters)
         norm = sum(g.square().sum() for g in gradients) ** 0.5
-        factor = min(1, clip / (norm + 1e-6)) if clip else 1
+        factor = min(1, args.grad_clip / (norm + 1e-6)) if args.grad_clip else 1
         with torch.no_grad():
             for p, g in zip(parameters, gradients, strict=True):
                 m, v = moments.get(p, (0, 0))
