@@ -74,8 +74,7 @@ def test_times(trained, monkeypatch, capsys):
 
 def test_init_from_a_checkpoint(corpus, trained, tmp_path):
     """It goes on at the source's step with the command's settings, and resumes without the source."""
-    flags = ['--method=mu_loss', '--lr=3e-2', '--steps=40', '--log_every=5', '--eval_every=10',
-             '--keep_every=20']
+    flags = '--method=mu_loss --lr=3e-2 --steps=40 --log_every=5 --eval_every=10 --keep_every=20'.split()
     whole = trained('whole', *flags)
     source = shutil.copy(f'{whole}/model_20.pt', tmp_path)
     flags += [f'--init_from={source}', '--method=mu_centering', '--beta2=0.5', '--eps=1e-5', '--ckpt_every=0']
