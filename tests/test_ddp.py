@@ -11,7 +11,6 @@ from small_runs import SMALL, assert_same, at_step, float64_model, kill, load, l
 
 
 def in_float64():
-    """The run of this process is in float64."""
     train.make_model = float64_model
 
 
