@@ -117,6 +117,7 @@ def test_other_data(corpus, begun, tmp_path):
     train.save({**config, 'commit': 'older'}, f'{begun}/config.json')
     train.main(flags_of(other, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert train.read_json(f'{begun}/config.json')['commit'] == f'older {config["commit"]}'
+    assert load(begun)['step'] == 4  # the last step is saved without --ckpt_every too
 
 
 # Values that the run below does not have: what may not change when it resumes, and what may.
