@@ -33,8 +33,7 @@ def test_offset(offset, device):
     *((method, 'cpu') for method in METHODS if method != 'centered_head'), *ON_GPU])
 def test_bf16_head(method, device):
     """It is float64's, if bf16 rounds the logits and their gradient D once, and once more D E and D^T h."""
-    n = 128
-    V, H = (512, 32) if device == 'cpu' else (50304, 224)
+    n, V, H = (128, 512, 32) if device == 'cpu' else (128, 50304, 224)
     cap = 10 if method == 'soft_capping' else None
     config = GPTConfig(head_mode=method, lam=0.01, cap=cap, logits_dtype='bfloat16')
     g = generator(0)  # h and E have few digits, so that the logits and D are known up to those of fp32

@@ -14,15 +14,16 @@ from conftest import finish, process, refused
 from small_runs import SMALL, assert_same, at_step, kill, lines_of, load, log_of, result_of, state_of
 
 
-@pytest.mark.parametrize('flags, last_line', [
-    ('--method=mu_centering --ckpt_every=6', 8), ('--method=norm_softmax --ckpt_every=2 --log_every=10', 1)])
-def test_diverged_run(flags, last_line, trained, monkeypatch, capsys):
-    """A step whose weights are NaN shows in the next log line, or else in the save of step 8."""
+@pytest.mark.parametrize('flags, last_line, kept', [
+    ('--method=mu_centering --ckpt_every=6', 8, 6), ('--method=mu_loss --lam=1e18 --mu_shift=1e9', 1, 0),
+    ('--method=norm_softmax --ckpt_every=2 --log_every=10', 1, 6)])
+def test_diverged_run(flags, last_line, kept, trained, monkeypatch, capsys):
+    """Shows in a logged loss, a gradient whose norm overflows, or the weights that step 8 would save."""
     monkeypatch.setattr(train, 'learning_rate', lambda step, args: 1e30 if step == 7 else 1e-2)
     out = trained('run', '--steps=30', *flags.split())
     saved, result = load(out), result_of(out)
-    assert saved['step'] == 6 and all(w.isfinite().all() for w in saved['model'].values())
-    assert result['test_loss'] is None and result['model_step'] == 6
+    assert saved['step'] == kept and all(w.isfinite().all() for w in saved['model'].values())
+    assert result['test_loss'] is None and result['model_step'] == kept
     assert capsys.readouterr().out.splitlines()[-1].startswith('diverged: ')
     assert log_of(out)[-1]['step'] == last_line
     if last_line == 8:  # else no step is timed
