@@ -228,10 +228,7 @@ def equations_logits(method, h, E, cap):
 
 
 def equations(method, h, E, targets, lam, cap):
-    """
-    (mean cross entropy, regulariser) of a method, likewise. To add a method, add its regulariser here, or
-    what it does to the logits above.
-    """
+    """(mean cross entropy, regulariser) of a method, likewise: a new one is added here, or above."""
     logits = equations_logits(method, h, E, cap)
     shift = logits.max(dim=1).values  # so that no exponential overflows
     log_Z = (logits - shift[:, None]).exp().sum(dim=1).log() + shift

@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from model import METHODS, GPTConfig
 from small_runs import assert_same, state_of
-from test_facts import close, generator, head, of_logits, tiny_gpt, token_batch, train_steps
+from test_facts import close, generator, head, of_logits, tiny_gpt, token_batch
 from test_model import BF16_UNIT
 
 ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
@@ -15,31 +15,25 @@ ON_GPU = [('baseline', 'cuda')] if torch.cuda.is_available() else []
 
 @pytest.mark.parametrize('device', ['cpu', *(device for _, device in ON_GPU)])
 @pytest.mark.parametrize('offset', [0, 331, 12_000, 1e5, -12_000])
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_offset(dtype, offset, device):
+def test_offset(offset, device):
     """An offset of all logits costs no digit: loss and gradient are float64's of the same logits."""
     g = generator(0)
-    logits = (3 * torch.randn(50, 500, generator=g) + offset).to(getattr(torch, dtype)).float()
-    logits, targets = logits.to(device), torch.randint(500, (50,), generator=g).to(device)
+    logits = (3 * torch.randn(50, 500, generator=g) + offset).to(device)
+    targets = torch.randint(500, (50,), generator=g).to(device)
     for method in ('baseline', 'z_loss'):
-        results = []
-        for x, logits_dtype in ((logits, dtype), (logits.double(), 'float64')):
-            config = GPTConfig(head_mode=method, lam=1e-3, logits_dtype=logits_dtype)
-            results.append(of_logits(x, targets, config)[1:])
-        (stats, gradient), (exact, exact_gradient) = results
+        config = GPTConfig(head_mode=method, lam=1e-3)
+        _, stats, gradient = of_logits(logits, targets, config)
+        _, exact, exact_gradient = of_logits(logits.double(), targets, config)
         close(stats['loss'].double(), exact['loss'], rtol=1e-6, atol=1e-6)
         close(stats['reg'].double(), exact['reg'], rtol=1e-6, atol=0)
         assert (gradient - exact_gradient).norm() <= 2.0 ** -22 * exact_gradient.norm()
-        # or each step would pull all e_i along h
-        assert method != 'baseline' or gradient.sum(dim=1).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize('method, device', [
     *((method, 'cpu') for method in METHODS if method != 'centered_head'), *ON_GPU])
 def test_bf16_head(method, device):
     """It is float64's, if bf16 rounds the logits and their gradient D once, and once more D E and D^T h."""
-    n = 128
-    V, H = (512, 32) if device == 'cpu' else (50304, 224)
+    n, V, H = (128, 512, 32) if device == 'cpu' else (128, 50304, 224)
     cap = 10 if method == 'soft_capping' else None
     config = GPTConfig(head_mode=method, lam=0.01, cap=cap, logits_dtype='bfloat16')
     g = generator(0)  # h and E have few digits, so that the logits and D are known up to those of fp32
@@ -65,18 +59,8 @@ def test_bf16_head(method, device):
         assert ((gradient - X @ Y).abs() <= bound).all()
 
 
-@pytest.mark.parametrize('tying', [False, True])
-def test_centered_head(tying):
-    """
-    Ten steps in float64 are the baseline's. With bf16 logits and a planted vector of norm 331 the logits are
-    small and h's gradient is the exact one, which the baseline's rounding turns along the vector.
-    """
-    gpts = [tiny_gpt(method, weight_tying=tying) for method in ('baseline', 'centered_head')]
-    for results in zip(*(train_steps(gpt, gpt.config.head_mode, 10) for gpt in gpts), strict=True):
-        (stats, norm), (centered, centered_norm) = results
-        close((centered['loss'], centered_norm), (stats['loss'], norm), rtol=1e-12, atol=1e-12)
-    close(gpts[1].state_dict(), gpts[0].state_dict(), rtol=0, atol=1e-11)
-
+def test_centered_head():
+    """With a planted vector of norm 331 h's gradient is right, which the baseline's rounding turns."""
     g = generator(0)
     h, vector = torch.randn(200, 32, generator=g).requires_grad_(), torch.randn(32, generator=g)
     E = torch.randn(500, 32, generator=g) / 6 + 331 * vector / vector.norm()

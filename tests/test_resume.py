@@ -10,10 +10,7 @@ import torch
 
 import train
 from conftest import finish, folder_hash, process, refused
-from small_runs import SMALL, assert_same, load, result_of, shard, state_of
-
-OPTIMIZED = {'__name__': 'optimized', '__file__': train.__file__}  # train.py under PYTHONOPTIMIZE=1
-exec(compile(Path(train.__file__).read_text(), train.__file__, 'exec', optimize=1), OPTIMIZED)
+from small_runs import SMALL, assert_same, load, shard, state_of
 
 
 def flags_of(corpus, out, *more):
@@ -52,10 +49,13 @@ def begun(whole, tmp_path):
     return Path(shutil.copytree(whole[1][len(whole[1]) // 2], tmp_path / 'run'))
 
 
-def test_killed_at_any_moment(corpus, whole, tmp_path):
+def test_killed_at_any_moment(corpus, whole, tmp_path, monkeypatch):
     """What was being written is half there; the log has half a line more, or has lost its end."""
-    run, copies = whole
-    steps = []
+    def read_checkpoint(path, read=train.read_checkpoint):  # under a lock, or what another saves is lost
+        refused(lambda: train.lock_folder(os.path.dirname(path)), 'another process')
+        return read(path)
+    monkeypatch.setattr(train, 'read_checkpoint', read_checkpoint)
+    (run, copies), steps = whole, []
     for i, copy in enumerate(copies):
         out = shutil.copytree(copy, tmp_path / copy.name)
         for file in out.glob('*.tmp'):
@@ -67,9 +67,9 @@ def test_killed_at_any_moment(corpus, whole, tmp_path):
         steps.append(load(out, 'ckpt.pt')['step'] if (out / 'ckpt.pt').exists() else -1)
         train.main(flags_of(corpus, out))
         assert_same(state_of(out), state_of(run))
-        assert {*os.listdir(out)} == {*os.listdir(run)}
+        assert {name for name in os.listdir(out) if not name.endswith('.diff')} == {  # of code not committed
+            '.lock', 'config.json', 'log.jsonl', 'model.pt', 'model_2.pt', 'model_4.pt', 'result.json'}
     assert {*steps} == {-1, 0, 2, 3, 4} and len(copies) > 25
-    assert steps[:-1] == sorted(steps[:-1])  # no checkpoint goes before the model is there
 
 
 def test_lost_files(corpus, whole, begun):
@@ -83,49 +83,33 @@ def test_lost_files(corpus, whole, begun):
         assert folder_hash(out) == before
 
 
-def test_a_folder_in_use(corpus, begun, monkeypatch):
-    """It is locked before it is read: what is saved in between would else be lost."""
-    def read_checkpoint(path, read=train.read_checkpoint):
-        refused(lambda: train.lock_folder(str(begun)), begun, 'another process')
-        return read(path)
-    monkeypatch.setattr(train, 'read_checkpoint', read_checkpoint)
-    train.main(flags_of(corpus, begun))
-
-
 def test_checkpoints_that_are_not_ours(corpus, begun):
     """Damaged, of another program, or with a Path: in a pickle that is a call of any function of Python's."""
-    good = (begun / 'ckpt.pt').read_bytes()
-    parts = load(begun, 'ckpt.pt')
+    good, parts = (begun / 'ckpt.pt').read_bytes(), load(begun, 'ckpt.pt')
     middle = len(good) // 2
-    flipped = good[:middle] + bytes(255 - byte for byte in good[middle:middle + 400]) + good[middle + 400:]
-    for content in (good[:-1], flipped, [1, 2], {**parts, 'more': Path('x')}, {'model': {}}):
+    zeroed = good[:middle] + bytes(400) + good[middle + 400:]  # in the midst of the weights
+    for content in (good[:-1], zeroed, [1, 2], {**parts, 'more': Path('x')}, {'model': {}}):
         torch.save(content, begun / 'ckpt.pt')
         if isinstance(content, bytes):
             (begun / 'ckpt.pt').write_bytes(content)
         before = folder_hash(begun.parent)
-        for read in (train.read_checkpoint, OPTIMIZED['read_checkpoint']):
-            with pytest.raises(ValueError, match='ckpt.pt'):
-                read(f'{begun}/ckpt.pt')
         for flags in ((begun,), (f'{begun}2', f'--init_from={begun}/ckpt.pt')):
             refused(lambda: train.main(flags_of(corpus, *flags)), 'ckpt.pt')  # noqa: B023
         assert folder_hash(begun.parent) == before
 
 
 def test_other_data(corpus, begun, tmp_path):
-    """Is refused, but not another place. A flag that older code lacked had its default."""
+    """Are refused, by each rank too, but not another place. A flag that older code lacked had its default."""
     other = shutil.copytree(corpus, tmp_path / 'other')
-    for split, i in (('val_000000', 7000), ('train_000001', 10_005)):
-        path = other / f'stdlib_{split}.bin'
-        tokens = train.read_shard(path)
-        path.write_bytes(shard([*tokens[:i], tokens[i] ^ 1, *tokens[i + 1:]]))
-        before = folder_hash(tmp_path)
-        refused(lambda: train.main(flags_of(other, begun)), f'{begun}/ckpt.pt has data_fingerprint=')
-        assert folder_hash(tmp_path) == before
-        path.write_bytes(shard(tokens))
+    path = other / 'stdlib_train_000001.bin'
+    tokens = train.read_shard(path)
+    path.write_bytes(shard([*tokens[:-1], tokens[-1] ^ 1]))
+    args = train.resolve_args(train.parser.parse_args(flags_of(other, begun)))
+    args.data_fingerprint = 'of rank 0'
+    refused(lambda: train.run(args, None), '--data of rank ')
+    refused(lambda: train.main(flags_of(other, begun)), f'{begun}/ckpt.pt has data_fingerprint=')
+    path.write_bytes(shard(tokens))
     parts = load(begun, 'ckpt.pt')
-    train.save({name: part for name, part in parts.items() if name != 'optimizer'}, f'{begun}/ckpt.pt')
-    with pytest.raises(KeyError, match='optimizer'):  # as a fork's EMA: it is not begun anew
-        train.main(flags_of(corpus, begun))
     del parts['config']['rope_fraction']
     train.save(parts, f'{begun}/ckpt.pt')
     refused(lambda: train.main(flags_of(other, begun, '--rope_fraction=1')), 'rope_fraction=')
@@ -133,7 +117,7 @@ def test_other_data(corpus, begun, tmp_path):
     train.save({**config, 'commit': 'older'}, f'{begun}/config.json')
     train.main(flags_of(other, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert train.read_json(f'{begun}/config.json')['commit'] == f'older {config["commit"]}'
-    assert result_of(begun)['model_step'] == 4  # the last step is saved without --ckpt_every too
+    assert load(begun)['step'] == 4  # the last step is saved without --ckpt_every too
 
 
 # Values that the run below does not have: what may not change when it resumes, and what may.
