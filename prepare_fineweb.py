@@ -107,7 +107,10 @@ def load_encoder(name):
     bpe = tiktoken.get_encoding(name)  # of fewer than 2^16 tokens
 
     def encode(text):
-        tokens = bpe.encode_to_numpy(text, disallowed_special=())
+        try:
+            tokens = bpe.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a million white spaces overflow tiktoken's stack: cut the text in two
+            return np.append(encode(text[:len(text) // 2]), encode(text[len(text) // 2:])[1:])
         return np.append(np.uint16(bpe.eot_token), tokens.astype(np.uint16))
     return encode
 

@@ -110,6 +110,9 @@ def test_other_data(corpus, begun, tmp_path):
     refused(lambda: train.main(flags_of(other, begun)), f'{begun}/ckpt.pt has data_fingerprint=')
     path.write_bytes(shard(tokens))
     parts = load(begun, 'ckpt.pt')
+    train.save({name: part for name, part in parts.items() if name != 'optimizer'}, f'{begun}/ckpt.pt')
+    with pytest.raises(KeyError, match='optimizer'):  # as a fork's EMA: it is not begun anew
+        train.main(flags_of(corpus, begun))
     del parts['config']['rope_fraction']
     train.save(parts, f'{begun}/ckpt.pt')
     refused(lambda: train.main(flags_of(other, begun, '--rope_fraction=1')), 'rope_fraction=')
