@@ -25,16 +25,13 @@ def shard(tokens):
     return np.array(header, '<i4').tobytes() + np.array(tokens, '<u2').tobytes()
 
 
-def lines_of(folder):
-    return [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
-
-
 def without_times(entry):
     return {k: v for k, v in entry.items() if k not in ('tokens_per_second', 'train_seconds')}
 
 
-def log_of(folder):
-    return [without_times(line) for line in lines_of(folder)]
+def log_of(folder, times=False):
+    lines = [json.loads(line) for line in Path(folder, 'log.jsonl').read_text().splitlines()]
+    return lines if times else [without_times(line) for line in lines]
 
 
 def load(folder, name='model.pt'):

@@ -107,11 +107,10 @@ def test_record_code(tmp_path, monkeypatch):
     train.record_code(args)
     commit = subprocess.getoutput(f'{git} rev-parse HEAD')
     assert args.commit == commit and not list(tmp_path.glob('*.diff'))
-    subprocess.check_call(f'{git} config color.ui always && {git} config diff.external false', shell=True)
     (tmp_path / 'train.py').write_text('another')
-    subprocess.check_call(f'{git} add train.py', shell=True)  # what is staged is not committed either
-    for _ in range(2):
-        train.record_code(args)
+    subprocess.check_call(f'{git} config color.ui always && {git} add train.py', shell=True)  # staged
+    train.record_code(args)
+    train.record_code(args)
     diff, = tmp_path.glob('*.diff')
     assert args.commit == f'{commit} {commit}-{diff.stem}'
     assert '\n+another\n' in diff.read_text()  # without colors

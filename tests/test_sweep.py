@@ -19,7 +19,6 @@ from conftest import ENV, ROOT
 from tools import runner
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
-FIVE = [*product(['baseline', 'mu_centering'], ['bfloat16', 'float32']), ('mu_loss', 'bfloat16')]
 LRS, SIZES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), '16M 29M 57M 109M 221M'.split()
 FULL = {'steps': 100_000, 'seed': 1, 'data': 'data/fineweb', 'batch_size': 64}
 
@@ -43,8 +42,6 @@ def plan(grid, **env):
     ('paper', 'lr size weight_tying method', product(LRS, SIZES, [False, True], PAPER), FULL),
     ('ablation', 'lr size method lam', product(LRS, SIZES, ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100]),
      {**FULL, 'weight_tying': False}),
-    ('drift', 'method logits_dtype seed', [(*run, seed) for run in FIVE for seed in (1, 2, 3)],
-     {'size': '16M', 'lr': 0.3, 'steps': 12500, 'batch_size': 8, 'block_size': 512}),
     ('demo', 'method logits_dtype block_size', [
         ('baseline', 'bfloat16', 128), ('baseline', 'bfloat16', 104), ('baseline', 'float32', 128),
         ('mu_centering', 'bfloat16', 128), ('centered_head', 'bfloat16', 128)],
