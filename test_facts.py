@@ -154,6 +154,8 @@ def test_fact_3_counterexample():
     ratios = centering_ratios(h, E)
     assert norm_ratios(E).max() < 0.9961 and abs(ratios['r_cos'] - 0.035) < 5e-4  # the premise holds
     assert abs(ratios['r_log'] - 1.099) < 5e-4                                    # the conclusion does not
+    h, E = torch.tensor([[0.3, 0.7]]), torch.tensor([[1027.0, 1025], [1021, 1023]])  # in fp32, far from 0
+    close(centering_ratios(h, E)['r_log'], torch.tensor([1.6 / 1025.6]), rtol=1e-6, atol=0)
 
 
 def test_fact_3_corrected():
