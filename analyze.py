@@ -63,12 +63,6 @@ def concatenate(parts):
     return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}
 
 
-def distribution(values):
-    """Values (n,) float64 -> their numbers in distributions.csv: quartiles, extrema and two shares too."""
-    x = pd.Series(values.numpy())
-    return {**x.describe(), 'below_1': (x < 1).mean(), 'above_0': (x > 0).mean()}
-
-
 @torch.no_grad()
 def measure_model(gpt, windows):
     """
@@ -85,7 +79,10 @@ def measure_model(gpt, windows):
         parts.append({**stats, **centering_ratios(h, E.float())})
     stats = {**concatenate(parts), 'r_emb': norm_ratios(E).double().cpu()}
     del stats['reg']
-    distributions = {name: distribution(x) for name, x in stats.items()}
+    distributions = {}  # what distributions.csv has: count, mean, quartiles, extrema and two shares
+    for name, values in stats.items():
+        x = pd.Series(values.numpy())
+        distributions[name] = {**x.describe(), 'below_1': (x < 1).mean(), 'above_0': (x > 0).mean()}
     # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token; NaN if no r_cos is below 1
     r_log = stats['r_log'][stats['r_cos'] < 1]
     numbers = {**summarize(stats, E), **measure_embeddings(E),
@@ -147,8 +144,8 @@ def as_text(value):
     return '' if pd.isna(value) else f'{value:.12g}'
 
 
-def own_settings(run):
-    """A run, a dict -> {flag: its value as text, '' if that is the default of such a run}."""
+def not_defaults(run):
+    """A run, a dict -> {flag: its value as text, '' if that is the default of such a run}, of IN_NAMES."""
     defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'warmup': run['steps'] // 20}
     defaults['cap'] = gpt_config({'method': run['method']}).cap if run['method'] in METHODS else None
     values = {flag: as_text(run.get(flag)) for flag in IN_NAMES}
@@ -160,13 +157,14 @@ def name_runs(runs):
     Adds each run's name, `variant`: its method, λ if that is not the method's default, `setting` and
     `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the usual value.
     """
-    own = pd.DataFrame(map(own_settings, runs.to_dict('records')), runs.index)
+    values = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
     runs = runs.assign(setting='', rounding='')
-    for flag in IN_NAMES:
-        if own[flag].groupby([runs['size'], runs.weight_tying]).nunique().max() > 1:
-            usual = min(own[flag].mode()) if own[flag].all() else ''  # the default, or the commonest
-            runs['rounding' if flag in ROUNDING else 'setting'] += [
-                f', {flag} {value}' if value != usual else '' for value in own[flag]]
+    for flag, value in values.items():
+        if value.groupby([runs['size'], runs.weight_tying]).nunique().max() == 1:
+            continue  # nobody needs to be told
+        usual = '' if (value == '').any() else value.mode()[0]  # the default, else the commonest
+        column = 'rounding' if flag in ROUNDING else 'setting'
+        runs[column] += (f', {flag} ' + value).where(value != usual, '')
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
     lams = [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
             for method, lam in zip(runs.method, runs.lam, strict=True)]
@@ -297,8 +295,8 @@ def collect(folders, out):
 
 
 # -------- who is behind, and learning rate sensitivity
-LRS_COLUMNS = '''size weight_tying variant method lam setting n_params lrs lrs_n1 n_lrs rates behind seeds
-                 lrs_n1_lowest lrs_n1_highest'''.split()
+LRS_COLUMNS = '''size weight_tying variant method lam setting rounding n_params lrs lrs_n1 n_lrs rates behind
+                 seeds lrs_n1_lowest lrs_n1_highest'''.split()
 MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
 
 
@@ -338,22 +336,23 @@ def learning_rate_sensitivity(runs):
     rows, lines = [], []
     runs = runs.assign(behind=behind(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
-        rates = part.groupby('seed').lr.agg(lambda lr: ' '.join(map('{:g}'.format, lr)))  # sorted
-        most = max(rates, key=lambda text: len(text.split()))
+        rates = {seed: ' '.join(map('{:g}'.format, of_seed.lr)) for seed, of_seed in part.groupby('seed')}
+        most = max(rates.values(), key=lambda text: text.count(' '))
         n = len(most.split())
-        compared = rates.index[(rates == most) & (n > 1)]
+        compared = [seed for seed in rates if rates[seed] == most and n > 1]
         lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
-                  f'rates {rates[seed]}' for seed in rates.index.difference(compared)]
-        if compared.empty:
+                  f'rates {rates[seed]}' for seed in rates if seed not in compared]
+        if not compared:
             continue
         part = part[part.seed.isin(compared)]
-        seeds, first = part.groupby('seed'), part.iloc[0]
-        sums = seeds.capped_loss.agg(lambda loss: (loss - loss.min()).sum(skipna=False))
-        sums = sums.mask(seeds.capped_loss.min() >= seeds.init_loss.min() - MIN_LEARNED)
+        loss, init_loss = part.groupby('seed').capped_loss, part.groupby('seed').init_loss
+        sums = loss.agg(lambda losses: (losses - losses.min()).sum(skipna=False))
+        sums = sums.mask(loss.min() >= init_loss.min() - MIN_LEARNED)
         n1 = sums / (n - 1)
-        rows.append([size, tying, variant, first.method, first.lam, first.setting + first.rounding,
-                     first.n_params, sums.mean(skipna=False) / n, n1.mean(skipna=False), n, most,
-                     part.behind.max(), len(compared), n1.min(skipna=False), n1.max(skipna=False)])
+        rows.append({**part.iloc[0], 'n_lrs': n, 'rates': most, 'seeds': len(compared),
+                     'behind': part.behind.max(), 'lrs': sums.mean(skipna=False) / n,
+                     'lrs_n1': n1.mean(skipna=False), 'lrs_n1_lowest': n1.min(skipna=False),
+                     'lrs_n1_highest': n1.max(skipna=False)})
     return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
 
 
@@ -385,9 +384,10 @@ def main(argv=None):
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
     if lrs.n_lrs.max() >= report.MIN_RATES:  # or there is no LRS that they could be left out of
-        no_start = ['LRS neither caps a loss nor sees that nothing was learned where init_loss is empty.']
-        lines += dict.fromkeys(left_out + also_left_out + no_start * bool(compared.init_loss.isna().any()))
-    write_csv(out / 'lrs.csv', lrs.drop(columns='setting'))  # which `variant` has
+        lines += dict.fromkeys(left_out + also_left_out)
+        if compared.init_loss.isna().any():
+            lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
+    write_csv(out / 'lrs.csv', lrs.drop(columns=['setting', 'rounding']))  # which `variant` has
 
     of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED, 'behind'}]
     tables = report.make_tables(runs, methods, several, of_a_fork)

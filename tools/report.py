@@ -116,9 +116,9 @@ def make_tables(runs, methods, several, own_statistics):
         title = f'Learning rate sensitivity (LRS), {word}'
         tables.append(lrs_table(methods[methods.weight_tying == tying], 'variant', title))
         of_tying = several[several.weight_tying == tying].sort_values('lam', kind='stable')
-        for (method, setting), rows in of_tying.groupby(['method', 'setting'], sort=False):
-            rows, name = rows.assign(lam=rows.lam.map('{:g}'.format)), NAMES.get(method, method) + setting
-            tables.append(lrs_table(rows, 'lam', f'{title}, of {name} for several λ'))
+        for (method, *flags), rows in of_tying.groupby(['method', 'setting', 'rounding'], sort=False):
+            name = f'{title}, of {NAMES.get(method, method)}{"".join(flags)} for several λ'
+            tables.append(lrs_table(rows.assign(lam=rows.lam.map('{:g}'.format)), 'lam', name))
     tables += [seed_table(runs), run_table(runs, own_statistics)]
     return [table for table in tables if table]
 
