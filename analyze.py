@@ -39,7 +39,7 @@ def norm_ratios(E):
 
 
 def centering_ratios(h, E):
-    """(N,) each, of exact, uncapped logits: r_log = max |l*_i| / max |l_i| (Eq. 11), r_cos, cos(mu, h)."""
+    """Exact, uncapped logits -> (N,) each: r_log = max |l*_i| / max |l_i| (Eq. 11); r_cos; and cos(mu, h)."""
     def largest(E):  # max |e_i . h|, without a copy of the logits
         return torch.linalg.vector_norm(h @ E.T, ord=math.inf, dim=1).clamp_min(TINY)
 
@@ -73,7 +73,7 @@ def measure_model(gpt, windows):
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
         _, stats = gpt(tokens, targets)
-        # the bare loss, whatever a fork has made of head_loss's
+        # cross entropy anew: a fork may have put another loss into head_loss of model.py
         stats['loss'] = F.cross_entropy(gpt.logits(tokens).flatten(0, 1), targets.flatten(), reduction='none')
         h = gpt.hidden(tokens).flatten(0, 1).float()
         parts.append({**stats, **centering_ratios(h, E.float())})
@@ -105,10 +105,10 @@ def measure_run(folder):
         raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
     gpt = GPT(gpt_config(config)).to('cuda' if torch.cuda.is_available() else 'cpu')
     gpt.load_state_dict(saved['model'])
-    data = train.open_data(argparse.Namespace(**{**config, 'data': settings['data']}))
+    data = train.open_data(argparse.Namespace(**{**config, 'data': settings['data']}))  # may have moved
     if train.fingerprint(data) != config['data_fingerprint']:
         raise ValueError(f'{settings["data"]} does not hold the shards of the training')
-    ids = data[1].evenly_spaced(min(POSITIONS, config['test_tokens']))
+    ids = data[1].evenly_spaced(min(POSITIONS, config['test_tokens']))  # of windows
     measured = {'model': model_hash, 'run_id': settings['run_id'],
                 **measure_model(gpt, torch.from_numpy(data[1][ids]))}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
@@ -154,8 +154,8 @@ def not_defaults(run):
 
 def name_runs(runs):
     """
-    Adds each run's name, `variant`: its method, λ if that is not the method's default, `setting` and
-    `rounding`: the flags, of ROUNDING, in which runs of a size and tying differ, where not the usual value.
+    Adds each run's name, `variant`: its method, λ if not the method's default, and the flags in which runs of
+    a size and tying differ, where not the usual value: `rounding` has those of ROUNDING, `setting` the rest.
     """
     values = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
     runs = runs.assign(setting='', rounding='')
@@ -212,9 +212,9 @@ def write_csv(path, rows, float_format=None):
     save(rows.convert_dtypes().to_csv(index=False, float_format=float_format).encode(), str(path))
 
 
-def differences(rows, names):
-    """A line that names those of the columns `names` in which rows differ, as runs' names do not, if any."""
-    differ = [name for name in names if len({*map(as_text, rows.get(name, []))} - {''}) > 1]
+def differences(rows, columns):
+    """[a line that names those of `columns` in which rows differ, though no run's name shows it], or []."""
+    differ = [name for name in columns if len({*map(as_text, rows.get(name, []))} - {''}) > 1]
     return [f'runs differ in {", ".join(differ)}, which names do not show'] if differ else []
 
 
@@ -225,7 +225,7 @@ def read_runs(path):
     """
     rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # text alone, '' where a cell is empty
     check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows are longer than its header: 3,55?')
-    rows = rows.fillna('').rename(columns=lambda name: name.strip().lower())
+    rows = rows.fillna('').map(str.strip).rename(columns=lambda name: name.strip().lower())
     missing = [name for name in REQUIRED if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
     check(len(rows) and all(rows.test_loss), f'{path}: has no runs, or an empty test_loss (nan: not finite)')
@@ -257,7 +257,7 @@ def read_folders(folders):
         lines += [] if results else [f'not finished: {folder}']
         runs.append({**run, 'finished': bool(results)})
         every = math.ceil(len(log) / 1000)  # which are enough for a plot
-        kept = [line for i, line in enumerate(log) if i % every == 0 or 'loss' not in line]
+        kept = [entry for i, entry in enumerate(log) if i % every == 0 or 'loss' not in entry]
         curves.append(pd.DataFrame(kept).assign(run=str(folder)))
     check(any(run['finished'] for run in runs), '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
     # None -> NaN, so that columns of numbers are floats
@@ -295,8 +295,8 @@ def collect(folders, out):
 
 
 # -------- who is behind, and learning rate sensitivity
-LRS_COLUMNS = '''size weight_tying variant method lam setting rounding n_params lrs lrs_n1 n_lrs rates behind
-                 seeds lrs_n1_lowest lrs_n1_highest'''.split()
+LRS_COLUMNS = '''size weight_tying variant method lam setting rounding n_params lrs lrs_n1 n_rates rates
+                 behind seeds lrs_n1_lowest lrs_n1_highest'''.split()
 MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
 
 
@@ -304,7 +304,7 @@ def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
     is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
     keys = [runs[name] for name in ('size', 'weight_tying', 'method', 'setting', 'rounding')]
-    return runs[is_default | ~is_default.groupby(keys).transform('any')]
+    return runs[is_default | (is_default.groupby(keys).transform('sum') == 0)]
 
 
 def of_several_lam(runs):
@@ -323,7 +323,7 @@ def behind(runs):
     loss = runs.test_loss.groupby([*keys, runs.variant]).transform(lambda seeds: seeds.mean(skipna=False))
     lowest = loss.groupby(keys).transform('min')
     alone = runs.variant.groupby(keys).transform('nunique') == 1
-    return (~((loss - lowest) / lowest <= 0.01)).astype(float).mask(alone & loss.notna())  # NaN: 1
+    return (~((loss - lowest) / lowest <= 0.01)).astype(float).mask(alone & loss.notna())  # 1 if loss is NaN
 
 
 def learning_rate_sensitivity(runs):
@@ -331,7 +331,7 @@ def learning_rate_sensitivity(runs):
     LRS (Eq. 21), in nats, of each size, tying and variant, means over its seeds: `lrs` is the mean over the
     learning rates of min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables. NaN if
     a seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best. And
-    lines that name the seeds left out: of one learning rate, or of others than the seed with the most.
+    lines that name the seeds left out: those with one learning rate, or not with those of the fullest seed.
     """
     rows, lines = [], []
     runs = runs.assign(behind=behind(runs))
@@ -349,7 +349,7 @@ def learning_rate_sensitivity(runs):
         sums = loss.agg(lambda losses: (losses - losses.min()).sum(skipna=False))
         sums = sums.mask(loss.min() >= init_loss.min() - MIN_LEARNED)
         n1 = sums / (n - 1)
-        rows.append({**part.iloc[0], 'n_lrs': n, 'rates': most, 'seeds': len(compared),
+        rows.append({**part.iloc[0], 'n_rates': n, 'rates': most, 'seeds': len(compared),
                      'behind': part.behind.max(), 'lrs': sums.mean(skipna=False) / n,
                      'lrs_n1': n1.mean(skipna=False), 'lrs_n1_lowest': n1.min(skipna=False),
                      'lrs_n1_highest': n1.max(skipna=False)})
@@ -368,7 +368,7 @@ def main(argv=None):
     """Reads, compares and draws what the command line names."""
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
-    inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]
+    inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]  # DIR/results.csv: DIR
     out = Path(args.out or f'results/{"+".join(Path(name).resolve().name for name in inputs[:3])}')
 
     if args.runs:
@@ -378,12 +378,12 @@ def main(argv=None):
         everything = runs
         path = Path(args.results).with_name('curves.csv')
         curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
+    runs['behind'] = behind(of_default_lam(runs))  # NaN for the rest
     compared = of_default_lam(runs)
-    runs['behind'] = behind(compared)  # NaN for the rest
     methods, left_out = learning_rate_sensitivity(compared)
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
-    if lrs.n_lrs.max() >= report.MIN_RATES:  # or there is no LRS that they could be left out of
+    if lrs.n_rates.max() >= report.MIN_RATES:  # with fewer no LRS is shown
         lines += dict.fromkeys(left_out + also_left_out)
         if compared.init_loss.isna().any():
             lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
@@ -392,7 +392,7 @@ def main(argv=None):
     of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED, 'behind'}]
     tables = report.make_tables(runs, methods, several, of_a_fork)
     report.write_markdown(out / 'tables.md', tables)
-    figures = report.draw_figures(runs.loc[compared.index], everything, curves, out / 'figures')
+    figures = report.draw_figures(compared, everything, curves, out / 'figures')
     messages = [table['message'] for table in tables if 'message' in table]
     rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
     largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}, {train.verdict(run.logit_mean)}.'

@@ -88,13 +88,13 @@ def test_what_sweep_starts(tmp_path, gpus, env, n):
 # -------- the runner
 # Stands in for train.py. What its runs do between their start and their end, a test writes to `act`.
 TRAIN = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 out, notes = Path(next(word[6:] for word in sys.argv if word[:6] == '--out=')), open('notes', 'a')
 def note(what): print(what, out.name, os.environ['CUDA_VISIBLE_DEVICES'], file=notes, flush=True)
 def starts(): return Path('notes').read_text().count('start')
 note('start' if os.getsid(0) == os.getpid() else 'start within reach of Ctrl-C')
-exec(Path('act').read_text())
+signal.alarm(60), exec(Path('act').read_text())  # no test waits for ever
 time.sleep(0.08)  # so that runs that are started together are seen together
 out.mkdir(), (out / 'result.json').write_text('{}')
 note('end')
@@ -202,8 +202,8 @@ def test_signals(runs, number, ignored):
 
 
 @pytest.mark.parametrize('flags, named', [
-    (['--steps=7'], 'steps'), (['--seed=9'], 'second'), (['', '--seed=0'], 'second'),
-    (['--bta=1'], '--bta=1'), (['--data=none'], 'none'), (['--device=cuda'], 'GPU'),
+    (['--steps=7'], 'steps'), (['--seed=9'], 'second'), (['', '--seed=0'], 'second'), (['--bta=1'], '--bta'),
+    (['--data=none'], 'none'), (['--device=cuda'], 'GPU'), (['', '--lr=1 --out="out/my runs/r0"'], '--out'),
     (['', '--out=y/r1'], '--out'), (['--seed=9 --beta2=0.9 --out="out/my runs/x"'], 'beta2=0.95')])
 def test_what_is_refused_before_the_first_run(runs, flags, named):
     """By train.py; or by analyze.py, which could not compare it with x or another of the list."""

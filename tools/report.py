@@ -50,9 +50,9 @@ def lrs_table(lrs, column, title):
     Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each value of `column`, or None.
     Bold is a size's lowest LRS, as three digits show it, unless a rival had a seed as low as its highest.
     """
-    if not lrs.n_lrs.max() >= MIN_RATES:
+    if not lrs.n_rates.max() >= MIN_RATES:
         return None
-    usual = lrs.rates[lrs.n_lrs == lrs.n_lrs.max()].mode()[0]
+    usual = lrs.rates[lrs.n_rates == lrs.n_rates.max()].mode()[0]
     cells, said = {}, []
     for size, rows in lrs.groupby('size', sort=False):
         shown = rows.lrs_n1.round(3).where(rows.rates == usual)
@@ -62,7 +62,7 @@ def lrs_table(lrs, column, title):
         nothing = 'a tie, as ranges overlap' if overlap else 'nothing was learned, or at other rates'
         said.append(f'{size}, {", ".join(f"{name} {shown.min():.3f}" for name in winners) or nothing}')
         for run in rows.itertuples():
-            cell = f'{run.lrs_n1:.3f}' + f' ({run.n_lrs} lr)' * (run.rates != usual)
+            cell = f'{run.lrs_n1:.3f}' + f' ({run.n_rates} lr)' * (run.rates != usual)
             if run.behind == 0:
                 cell = f'<u>{cell}</u>'
             if run.variant in winners:

@@ -23,7 +23,7 @@ import train
 def read_run(line):
     """A command -> its run: the settings, the words, and whether it is done. Refuses what train.py would."""
     words = shlex.split(line)
-    train.check('train.py' in words and '=' not in words[0], f'no command of train.py: {line}')
+    train.check('train.py' in words and '=' not in words[0], f'no train.py, or NAME=value before it: {line}')
     processes = re.search('--nproc[-_]per[-_]node[= ]([0-9]+)', line)
     train.WORLD_SIZE = int(processes[1]) if processes else 1
     run = train.resolve_args(train.parser.parse_args(words[words.index('train.py') + 1:]))
@@ -37,17 +37,17 @@ def read_run(line):
 def main(argv=None):
     parser = argparse.ArgumentParser(usage='%(prog)s [--jobs=1] <runs.txt', description=__doc__)
     parser.add_argument('--jobs', type=int, default=1, help='how many runs go at once; they may share a GPU')
-    jobs = parser.parse_args(argv).jobs
+    jobs = max(1, parser.parse_args(argv).jobs)
     runs = [read_run(line) for line in sys.stdin.read().splitlines() if not re.match(r'\s*(#|$)', line)]
-    folder, *others = {run.out.parent for run in runs}
-    train.check(jobs > 0 and not others, f'--jobs={jobs} should be 1 or more, and every --out in {folder}')
+    outs = {run.out for run in runs}
+    folder, *more = {out.parent for out in outs}
+    train.check(not more and len(outs) == len(runs), f'each --out should be another folder in {folder}')
     # what analyze.py would refuse, as it could not compare these runs and others in the folder
-    others = {path.parent for path in folder.glob('*/result.json')} - {run.out for run in runs}
+    others = {path.parent for path in folder.glob('*/result.json')} - outs
     rows = [{**vars(run), 'run': str(run.out)} for run in runs]
     rows += [{**train.read_json(path / 'config.json'), 'run': str(path)} for path in others]
-    rows = pd.DataFrame(rows).assign(test_loss=1.0, init_loss=1.0)
-    analyze.complete(rows.fillna(float('nan')).infer_objects())
-    for number in signal.SIGTERM, signal.SIGHUP:  # as Ctrl-C, but for what nohup ignores
+    analyze.complete(pd.DataFrame(rows).fillna(float('nan')).infer_objects().assign(test_loss=1.0))
+    for number in signal.SIGTERM, signal.SIGHUP:  # act as Ctrl-C does, unless nohup ignores them
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     (folder / 'logs').mkdir(parents=True, exist_ok=True)

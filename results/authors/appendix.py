@@ -39,7 +39,7 @@ def overhead_table(runs, tying):
 def lrs_of(runs):
     """LRS of each size and variant, with the name and the color of its runs."""
     lrs, _ = analyze.learning_rate_sensitivity(runs)
-    lrs = lrs[lrs.n_lrs >= report.MIN_RATES].dropna(subset='n_params')
+    lrs = lrs[lrs.n_rates >= report.MIN_RATES].dropna(subset='n_params')
     return lrs.merge(runs[['variant', 'name', 'color']].drop_duplicates(), on='variant')
 
 
