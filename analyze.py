@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from model import GPT, METHODS, SIZES, gpt_config, summarize
+from model import GPT, METHODS, SIZES, gpt_config, summarize  # METHODS: {name: its default λ or None}
 from tools import report
 from train import check, read_json, save
 
@@ -39,9 +39,9 @@ def norm_ratios(E):
 
 
 def centering_ratios(h, E):
-    """Exact, uncapped logits -> (N,) each: r_log = max |l*_i| / max |l_i| (Eq. 11); r_cos; and cos(mu, h)."""
-    def largest(E):  # max |e_i . h|, without a copy of the logits
-        return torch.linalg.vector_norm(h @ E.T, ord=math.inf, dim=1).clamp_min(TINY)
+    """h, E -> (N,) each, uncapped: r_log = max |l*_i| / max |l_i| (Eq. 11); r_cos; and cos(mu, h)."""
+    def largest(X):  # max |x_i . h|, without a copy of the logits
+        return torch.linalg.vector_norm(h @ X.T, ord=math.inf, dim=1).clamp_min(TINY)
 
     mu = E.mean(dim=0)
     star = E - mu  # next to a large mean the difference of the logits, l_i - mu . h, would lose its digits
@@ -78,8 +78,8 @@ def measure_model(gpt, windows):
         h = gpt.hidden(tokens).flatten(0, 1).float()
         parts.append({**stats, **centering_ratios(h, E.float())})
     stats = {**concatenate(parts), 'r_emb': norm_ratios(E).double().cpu()}
-    del stats['reg']
-    distributions = {}  # what distributions.csv has: count, mean, quartiles, extrema and two shares
+    del stats['reg']  # of the training loss alone
+    distributions = {}  # of distributions.csv: count, mean, std, quartiles, extrema and two shares
     for name, values in stats.items():
         x = pd.Series(values.numpy())
         distributions[name] = {**x.describe(), 'below_1': (x < 1).mean(), 'above_0': (x > 0).mean()}
@@ -97,15 +97,15 @@ def measure_run(folder):
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: deleted
+    if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: no model.pt
         return kept
     saved = train.read_checkpoint(str(path))
-    config = saved['config']
+    config = saved['config']  # of the training; `settings` knows where the data are now
     if config['run_id'] != settings['run_id']:
         raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
     gpt = GPT(gpt_config(config)).to('cuda' if torch.cuda.is_available() else 'cpu')
     gpt.load_state_dict(saved['model'])
-    data = train.open_data(argparse.Namespace(**{**config, 'data': settings['data']}))  # may have moved
+    data = train.open_data(argparse.Namespace(**{**config, 'data': settings['data']}))  # [train, test]
     if train.fingerprint(data) != config['data_fingerprint']:
         raise ValueError(f'{settings["data"]} does not hold the shards of the training')
     ids = data[1].evenly_spaced(min(POSITIONS, config['test_tokens']))  # of windows
@@ -133,7 +133,7 @@ COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
 IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
     'eval_every', 'eval_tokens'}]
-ADDED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds
+ADDED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds; capped is min(L, L0)
 ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
 
 
@@ -145,7 +145,7 @@ def as_text(value):
 
 
 def not_defaults(run):
-    """A run, a dict -> {flag: its value as text, '' if that is the default of such a run}, of IN_NAMES."""
+    """A run's dict -> {flag of IN_NAMES: its value as text, or '' where that is such a run's default}."""
     defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'warmup': run['steps'] // 20}
     defaults['cap'] = gpt_config({'method': run['method']}).cap if run['method'] in METHODS else None
     values = {flag: as_text(run.get(flag)) for flag in IN_NAMES}
@@ -157,14 +157,14 @@ def name_runs(runs):
     Adds each run's name, `variant`: its method, λ if not the method's default, and the flags in which runs of
     a size and tying differ, where not the usual value: `rounding` has those of ROUNDING, `setting` the rest.
     """
-    values = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
+    flags = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
     runs = runs.assign(setting='', rounding='')
-    for flag, value in values.items():
-        if value.groupby([runs['size'], runs.weight_tying]).nunique().max() == 1:
+    for flag, values in flags.items():
+        if values.groupby([runs['size'], runs.weight_tying]).nunique().max() == 1:
             continue  # nobody needs to be told
-        usual = '' if (value == '').any() else value.mode()[0]  # the default, else the commonest
+        usual = '' if (values == '').any() else values.mode()[0]  # the default, else the commonest
         column = 'rounding' if flag in ROUNDING else 'setting'
-        runs[column] += (f', {flag} ' + value).where(value != usual, '')
+        runs[column] += (f', {flag} ' + values).where(values != usual, '')
     runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
     lams = [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
             for method, lam in zip(runs.method, runs.lam, strict=True)]
@@ -182,13 +182,12 @@ def complete(runs):
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
     runs = runs.fillna({'seed': 0, 'mu_shift': 0})
     runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
-    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21; no L0 if init_from
     refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
     refuse(runs[~runs.weight_tying.isin([0, 1])], 'its weight_tying is neither 0 nor 1')
     refuse(runs[runs.capped_loss.isna() & (runs.init_from == '')], 'a test_loss of nan needs an init_loss')
     runs['weight_tying'] = runs.weight_tying.astype(int)
-    # rates that print the same are the same: 0.3 and 0.30000000000000004
-    runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)
+    runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)  # 0.1 + 0.2 is 0.3
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
     runs = name_runs(runs)
     for name in [*COMPARABLE, 'n_params']:
@@ -197,7 +196,7 @@ def complete(runs):
         first = value.groupby([runs[column] for column in columns]).transform('first')
         refuse(runs[value.notna() & (value != first)],
                f'its {name} differs from that of other runs of its size; analyse them apart')
-    refuse(runs[runs.duplicated(['variant', *report.PLACE, 'seed'])],
+    refuse(runs[runs.duplicated(['variant', *report.PLACE, 'seed'])],  # PLACE: size, weight_tying, lr
            'a second run of its method, size, lr and seed')
     order = list(dict.fromkeys([*SIZES, *METHODS, *runs['size'], *runs.method]))  # then others
     by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']  # the paper's order
@@ -224,7 +223,7 @@ def read_runs(path):
     RESULTS nor train.py's flags have is a fork's statistic if it has only numbers, else it is not read.
     """
     rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # text alone, '' where a cell is empty
-    check(isinstance(rows.index, pd.RangeIndex), f'{path}: its rows are longer than its header: 3,55?')
+    check(isinstance(rows.index, pd.RangeIndex), f'{path}: rows are longer than the header: a decimal 3,55?')
     rows = rows.fillna('').map(str.strip).rename(columns=lambda name: name.strip().lower())
     missing = [name for name in REQUIRED if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
@@ -256,7 +255,7 @@ def read_folders(folders):
             continue
         lines += [] if results else [f'not finished: {folder}']
         runs.append({**run, 'finished': bool(results)})
-        every = math.ceil(len(log) / 1000)  # which are enough for a plot
+        every = math.ceil(len(log) / 1000)  # 1000 are enough for a plot; all lines of an evaluation are kept
         kept = [entry for i, entry in enumerate(log) if i % every == 0 or 'loss' not in entry]
         curves.append(pd.DataFrame(kept).assign(run=str(folder)))
     check(any(run['finished'] for run in runs), '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
@@ -297,7 +296,7 @@ def collect(folders, out):
 # -------- who is behind, and learning rate sensitivity
 LRS_COLUMNS = '''size weight_tying variant method lam setting rounding n_params lrs lrs_n1 n_rates rates
                  behind seeds lrs_n1_lowest lrs_n1_highest'''.split()
-MIN_LEARNED = 0.1  # a run whose test loss is less below its start, in nats, learned nothing
+MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
 
 
 def of_default_lam(runs):
@@ -315,41 +314,42 @@ def of_several_lam(runs):
 
 def behind(runs):
     """
-    1 for a run whose variant's test loss, a mean over seeds, is not finite or more than 1% above the lowest
-    at its size, tying, learning rate and setting; else 0, or NaN if no other variant is there. The authors
-    mark by this rule what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb of their code.
+    0 for a run whose variant's test loss, a mean over seeds, is within 1% of the lowest at its size, tying,
+    learning rate, setting and rounding, or NaN if there is no other variant; else 1. The authors mark by
+    this rule what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb of their code.
     """
     keys = [runs[name] for name in [*report.PLACE, 'setting', 'rounding']]
-    loss = runs.test_loss.groupby([*keys, runs.variant]).transform(lambda seeds: seeds.mean(skipna=False))
+    loss = runs.test_loss.groupby([*keys, runs.variant]).transform(lambda losses: losses.mean(skipna=False))
     lowest = loss.groupby(keys).transform('min')
+    within = (loss - lowest) / lowest <= 0.01  # False if the loss is not finite
     alone = runs.variant.groupby(keys).transform('nunique') == 1
-    return (~((loss - lowest) / lowest <= 0.01)).astype(float).mask(alone & loss.notna())  # 1 if loss is NaN
+    return (~within).astype(float).mask(within & alone)
 
 
 def learning_rate_sensitivity(runs):
     """
-    LRS (Eq. 21), in nats, of each size, tying and variant, means over its seeds: `lrs` is the mean over the
-    learning rates of min(L, L0) - min L, `lrs_n1` the same sum / (n - 1), as in the published tables. NaN if
-    a seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best. And
-    lines that name the seeds left out: those with one learning rate, or not with those of the fullest seed.
+    LRS (Eq. 21), in nats, of each size, tying and variant, means over its seeds: `lrs` is the mean over n
+    learning rates of min(L, L0) - min L, `lrs_n1` their sum / (n - 1), as in the published tables. NaN if a
+    seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best. And
+    lines that name the seeds left out: with one rate alone, or other rates than the seed that has the most.
     """
     rows, lines = [], []
     runs = runs.assign(behind=behind(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
         rates = {seed: ' '.join(map('{:g}'.format, of_seed.lr)) for seed, of_seed in part.groupby('seed')}
-        most = max(rates.values(), key=lambda text: text.count(' '))
-        n = len(most.split())
-        compared = [seed for seed in rates if rates[seed] == most and n > 1]
+        fullest = max(rates.values(), key=lambda text: text.count(' '))
+        n = len(fullest.split())
+        compared = [seed for seed in rates if rates[seed] == fullest and n > 1]
         lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
                   f'rates {rates[seed]}' for seed in rates if seed not in compared]
         if not compared:
             continue
         part = part[part.seed.isin(compared)]
         loss, init_loss = part.groupby('seed').capped_loss, part.groupby('seed').init_loss
-        sums = loss.agg(lambda losses: (losses - losses.min()).sum(skipna=False))
-        sums = sums.mask(loss.min() >= init_loss.min() - MIN_LEARNED)
+        sums = loss.agg(lambda losses: (losses - losses.min()).sum(skipna=False))  # over the rates
+        sums = sums.mask(loss.min() >= init_loss.min() - MIN_LEARNED)  # NaN if nothing was learned
         n1 = sums / (n - 1)
-        rows.append({**part.iloc[0], 'n_rates': n, 'rates': most, 'seeds': len(compared),
+        rows.append({**part.iloc[0], 'n_rates': n, 'rates': fullest, 'seeds': len(compared),
                      'behind': part.behind.max(), 'lrs': sums.mean(skipna=False) / n,
                      'lrs_n1': n1.mean(skipna=False), 'lrs_n1_lowest': n1.min(skipna=False),
                      'lrs_n1_highest': n1.max(skipna=False)})
@@ -378,13 +378,13 @@ def main(argv=None):
         everything = runs
         path = Path(args.results).with_name('curves.csv')
         curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
-    runs['behind'] = behind(of_default_lam(runs))  # NaN for the rest
+    runs['behind'] = behind(of_default_lam(runs))  # NaN for the rest; not for LRS
     compared = of_default_lam(runs)
     methods, left_out = learning_rate_sensitivity(compared)
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
     if lrs.n_rates.max() >= report.MIN_RATES:  # with fewer no LRS is shown
-        lines += dict.fromkeys(left_out + also_left_out)
+        lines += dict.fromkeys(left_out + also_left_out)  # each once
         if compared.init_loss.isna().any():
             lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
     write_csv(out / 'lrs.csv', lrs.drop(columns=['setting', 'rounding']))  # which `variant` has
@@ -395,10 +395,10 @@ def main(argv=None):
     figures = report.draw_figures(compared, everything, curves, out / 'figures')
     messages = [table['message'] for table in tables if 'message' in table]
     rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
-    largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}, {train.verdict(run.logit_mean)}.'
+    largest = [f'Largest mean: {run.variant} of {run.size} at η = {run.lr:g}: {train.verdict(run.logit_mean)}'
                for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
     lines = [*report.said_of_rounding(runs), *messages, *largest, *report.describe(runs), *lines]
-    report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)
+    report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)  # last: all runs
 
     for table in tables[:-1]:
         rows = table['rows'].replace('</?[bu]>', '', regex=True)

@@ -204,14 +204,14 @@ def test_signals(runs, number, ignored):
 @pytest.mark.parametrize('flags, named', [
     (['--steps=7'], 'steps'), (['--seed=9'], 'second'), (['', '--seed=0'], 'second'), (['--bta=1'], '--bta'),
     (['--data=none'], 'none'), (['--device=cuda'], 'GPU'), (['', '--lr=1 --out="out/my runs/r0"'], '--out'),
-    (['', '--out=y/r1'], '--out'), (['--seed=9 --beta2=0.9 --out="out/my runs/x"'], 'beta2=0.95')])
+    (['', '--out=y/r1'], '--out'), (['--seed=9 --beta2=0.9 --out="out/my runs/s/x"'], 'beta2=0.95')])
 def test_what_is_refused_before_the_first_run(runs, flags, named):
     """By train.py; or by analyze.py, which could not compare it with x or another of the list."""
     args = train.resolve_args(train.parser.parse_args([*runs.flags.split(), '--seed=9']))
     args.data_fingerprint = train.fingerprint(train.open_data(args))
-    Path('out/my runs/x').mkdir(parents=True)
-    train.save(vars(args), 'out/my runs/x/config.json')
-    train.save({}, 'out/my runs/x/result.json')
+    Path('out/my runs/s/x').mkdir(parents=True)
+    train.save(vars(args), 'out/my runs/s/x/config.json')
+    train.save({}, 'out/my runs/s/x/result.json')
     for of_run in flags:
         runs.add(of_run)
     status, printed, _ = runs.call()

@@ -24,8 +24,8 @@ def read_run(line):
     """A command -> its run: the settings, the words, and whether it is done. Refuses what train.py would."""
     words = shlex.split(line)
     train.check('train.py' in words and '=' not in words[0], f'no train.py, or NAME=value before it: {line}')
-    processes = re.search('--nproc[-_]per[-_]node[= ]([0-9]+)', line)
-    train.WORLD_SIZE = int(processes[1]) if processes else 1
+    match = re.search('--nproc[-_]per[-_]node[= ]([0-9]+)', line)
+    train.WORLD_SIZE = int(match[1]) if match else 1  # which resolve_args makes run.processes
     run = train.resolve_args(train.parser.parse_args(words[words.index('train.py') + 1:]))
     train.check(run.device == 'cpu' or run.processes <= torch.cuda.device_count(), f'too few GPUs: {line}')
     run.data_fingerprint = train.fingerprint(train.open_data(run))
@@ -42,8 +42,8 @@ def main(argv=None):
     outs = {run.out for run in runs}
     folder, *more = {out.parent for out in outs}
     train.check(not more and len(outs) == len(runs), f'each --out should be another folder in {folder}')
-    # what analyze.py would refuse, as it could not compare these runs and others in the folder
-    others = {path.parent for path in folder.glob('*/result.json')} - outs
+    # what analyze.py would refuse, as it could not compare these runs, with any loss, and others there
+    others = {path.parent for path in folder.rglob('result.json')} - outs
     rows = [{**vars(run), 'run': str(run.out)} for run in runs]
     rows += [{**train.read_json(path / 'config.json'), 'run': str(path)} for path in others]
     analyze.complete(pd.DataFrame(rows).fillna(float('nan')).infer_objects().assign(test_loss=1.0))
