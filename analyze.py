@@ -302,8 +302,9 @@ MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initi
 def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
     is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
-    keys = [runs[name] for name in ('size', 'weight_tying', 'method', 'setting', 'rounding')]
-    return runs[is_default | (is_default.groupby(keys).transform('sum') == 0)]
+    groups = runs.assign(is_default=is_default).groupby(
+        ['size', 'weight_tying', 'method', 'setting', 'rounding'])
+    return runs[is_default | ~groups.is_default.transform('any')]
 
 
 def of_several_lam(runs):
@@ -318,12 +319,12 @@ def behind(runs):
     learning rate, setting and rounding, or NaN if there is no other variant; else 1. The authors mark by
     this rule what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb of their code.
     """
-    keys = [runs[name] for name in [*report.PLACE, 'setting', 'rounding']]
-    loss = runs.test_loss.groupby([*keys, runs.variant]).transform(lambda losses: losses.mean(skipna=False))
-    lowest = loss.groupby(keys).transform('min')
-    within = (loss - lowest) / lowest <= 0.01  # False if the loss is not finite
-    alone = runs.variant.groupby(keys).transform('nunique') == 1
-    return (~within).astype(float).mask(within & alone)
+    place = [*report.PLACE, 'setting', 'rounding']
+    mean = runs.groupby([*place, 'variant']).test_loss.transform(lambda losses: losses.mean(skipna=False))
+    groups = runs.assign(mean_loss=mean).groupby(place)
+    lowest, n_variants = groups.mean_loss.transform('min'), groups.variant.transform('nunique')
+    within = (mean - lowest) / lowest <= 0.01  # False if the mean is not finite
+    return (~within).astype(float).mask(within & (n_variants == 1))
 
 
 def learning_rate_sensitivity(runs):
@@ -331,28 +332,27 @@ def learning_rate_sensitivity(runs):
     LRS (Eq. 21), in nats, of each size, tying and variant, means over its seeds: `lrs` is the mean over n
     learning rates of min(L, L0) - min L, `lrs_n1` their sum / (n - 1), as in the published tables. NaN if a
     seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best. And
-    lines that name the seeds left out: with one rate alone, or other rates than the seed that has the most.
+    lines that name the seeds left out: with one rate alone, or without a rate that another seed has.
     """
     rows, lines = [], []
     runs = runs.assign(behind=behind(runs))
     for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
-        rates = {seed: ' '.join(map('{:g}'.format, of_seed.lr)) for seed, of_seed in part.groupby('seed')}
-        fullest = max(rates.values(), key=lambda text: text.count(' '))
-        n = len(fullest.split())
-        compared = [seed for seed in rates if rates[seed] == fullest and n > 1]
-        lines += [f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, with learning '
-                  f'rates {rates[seed]}' for seed in rates if seed not in compared]
-        if not compared:
+        n, sums = part.lr.nunique(), []
+        for seed, of_seed in part.groupby('seed'):
+            loss, rates = of_seed.capped_loss, ' '.join(map('{:g}'.format, of_seed.lr))
+            if n == 1 or len(of_seed) < n:
+                lines.append(f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, '
+                             f'with learning rates {rates}')
+            elif loss.min() >= of_seed.init_loss.min() - MIN_LEARNED:
+                sums.append(math.nan)  # it learned nothing
+            else:
+                sums.append((loss - loss.min()).sum(skipna=False))
+        if not sums:
             continue
-        part = part[part.seed.isin(compared)]
-        loss, init_loss = part.groupby('seed').capped_loss, part.groupby('seed').init_loss
-        sums = loss.agg(lambda losses: (losses - losses.min()).sum(skipna=False))  # over the rates
-        sums = sums.mask(loss.min() >= init_loss.min() - MIN_LEARNED)  # NaN if nothing was learned
-        n1 = sums / (n - 1)
-        rows.append({**part.iloc[0], 'n_rates': n, 'rates': fullest, 'seeds': len(compared),
-                     'behind': part.behind.max(), 'lrs': sums.mean(skipna=False) / n,
-                     'lrs_n1': n1.mean(skipna=False), 'lrs_n1_lowest': n1.min(skipna=False),
-                     'lrs_n1_highest': n1.max(skipna=False)})
+        n1 = np.array(sums) / (n - 1)
+        rows.append({**part.iloc[0], 'n_rates': n, 'rates': ' '.join(map('{:g}'.format, part.lr.unique())),
+                     'behind': part.behind.max(), 'seeds': len(sums), 'lrs': np.mean(sums) / n,
+                     'lrs_n1': n1.mean(), 'lrs_n1_lowest': n1.min(), 'lrs_n1_highest': n1.max()})
     return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
 
 
