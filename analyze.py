@@ -154,7 +154,7 @@ def not_defaults(run):
 
 def name_runs(runs):
     """
-    Adds each run's name, `variant`: its method, λ if not the method's default, and the flags in which runs of
+    Adds each run's name, `variant`: its method, λ if not the default, and the flags in which runs of
     a size and tying differ, where not the usual value: `rounding` has those of ROUNDING, `setting` the rest.
     """
     flags = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
@@ -395,7 +395,7 @@ def main(argv=None):
     figures = report.draw_figures(compared, everything, curves, out / 'figures')
     messages = [table['message'] for table in tables if 'message' in table]
     rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
-    largest = [f'Largest mean: {run.variant} of {run.size} at η = {run.lr:g}: {train.verdict(run.logit_mean)}'
+    largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}: {train.verdict(run.logit_mean)}'
                for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
     lines = [*report.said_of_rounding(runs), *messages, *largest, *report.describe(runs), *lines]
     report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)  # last: all runs

@@ -35,7 +35,7 @@ FORMATS = {  # of columns of results.csv
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}'}
 EXPLAINED = {  # columns of the table of runs
     'behind': '1 if the mean over seeds is over 1% above the lowest there, or not finite; empty: alone',
-    'model_step': 'of the model measured', 'mean_share': 'V‖μ‖² / ‖E‖², 1 if all embeddings are equal',
+    'model_step': 'of the model measured', 'mean_share': 'V‖μ‖² / ‖E‖², 1 if all e_i are equal',
     'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1'}
 
 
@@ -88,7 +88,7 @@ def seed_table(runs):
     cells = {(size, TYING[tying], f'{lr:g}', variant): f'{mean:+.3f} [{lowest:+.3f}, {highest:+.3f}]'
              for (size, tying, lr, variant), mean, lowest, highest, _ in gaps.itertuples()}
     return cells and dict(
-        title='Test loss minus that of the baseline of the same seed', rows=grid(cells, 'size', 'tying', 'η'),
+        title='Test loss minus that of the baseline of that seed', rows=grid(cells, 'size', 'tying', 'η'),
         caption='In nats, means over the seeds that both have [lowest, highest]. Below 0, the method is '
                 'better. A loss above the one at initialisation counts as that one.')
 
