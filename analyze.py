@@ -97,7 +97,7 @@ def measure_run(folder):
     path = folder / 'model.pt'
     settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    if kept.get('run_id') == settings['run_id'] and model_hash in (kept['model'], None):  # None: no model.pt
+    if kept.get('run_id') == settings['run_id'] and (model_hash is None or model_hash == kept['model']):
         return kept
     saved = train.read_checkpoint(str(path))
     config = saved['config']  # of the training; `settings` knows where the data are now
@@ -124,7 +124,7 @@ RESULTS = '''
     r_cos_below_1 r_log_below_1_too train_seconds tokens_per_second device commit'''.split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
 TEXTS = 'run method size data_fingerprint dtype logits_dtype init_from device commit'.split()
-FLAGS = vars(train.parser.parse_args([]))  # of train.py, with a fork's, and their defaults
+FLAGS = vars(train.parser.parse_args([]))  # {flag of train.py, which a fork may add to: its default}
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
 
 # Runs of one size and tying share these, or their losses could not be compared.
@@ -316,8 +316,8 @@ def of_several_lam(runs):
 def behind(runs):
     """
     0 for a run whose variant's test loss, a mean over seeds, is within 1% of the lowest at its size, tying,
-    learning rate, setting and rounding, or NaN if there is no other variant; else 1. The authors mark by
-    this rule what "diverged": `_div` in results/Analyze_All_Models_Performance.ipynb of their code.
+    learning rate, setting and rounding (NaN instead of 0 if there is no other variant); 1 if it is further
+    or not finite: "diverged", as `_div` in results/Analyze_All_Models_Performance.ipynb of the authors' code.
     """
     place = [*report.PLACE, 'setting', 'rounding']
     mean = runs.groupby([*place, 'variant']).test_loss.transform(lambda losses: losses.mean(skipna=False))
@@ -378,7 +378,7 @@ def main(argv=None):
         everything = runs
         path = Path(args.results).with_name('curves.csv')
         curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
-    runs['behind'] = behind(of_default_lam(runs))  # NaN for the rest; not for LRS
+    runs['behind'] = behind(of_default_lam(runs))  # NaN for the rest; LRS does not read it but has its own
     compared = of_default_lam(runs)
     methods, left_out = learning_rate_sensitivity(compared)
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))

@@ -42,7 +42,7 @@ def main(argv=None):
     outs = {run.out for run in runs}
     folder, *more = {out.parent for out in outs}
     train.check(not more and len(outs) == len(runs), f'each --out should be another folder in {folder}')
-    # what analyze.py would refuse, as it could not compare these runs, with any loss, and others there
+    # let analyze.py refuse now what it could not compare: these runs, with a made-up loss, and others there
     others = {path.parent for path in folder.rglob('result.json')} - outs
     rows = [{**vars(run), 'run': str(run.out)} for run in runs]
     rows += [{**train.read_json(path / 'config.json'), 'run': str(path)} for path in others]
@@ -81,7 +81,7 @@ def main(argv=None):
         for run in running:
             run.process.wait()
         sys.exit('stopped; run the same command again to go on')
-    print('all runs have ended; their models are measured now, for tables, figures and a page', flush=True)
+    print(f'all have ended, failed: {" ".join(failed) or "none"}; models are measured now', flush=True)
     analyze.main([str(folder)])
     sys.exit(f'failed; the same command tries again: {" ".join(failed)}' if failed else 0)
 
