@@ -27,7 +27,7 @@ from tools import report
 from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
-STATISTICS = 'statistics_v8.json'  # kept in a run's folder; a new name if what is measured changes
+STATISTICS = 'statistics_v9.json'  # kept in a run's folder; a new name if what is measured changes
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 
@@ -69,12 +69,12 @@ def measure_model(gpt, windows):
     A GPT and test windows (n, T + 1) int64 -> `numbers` for results.csv, `distributions` over positions or
     the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, all else of the model's own logits.
     """
-    E, parts = gpt.eval().E, []
+    E, parts, bare = gpt.eval().E, [], 0.0
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
         _, stats = gpt(tokens, targets)
         # cross entropy anew: a fork may have put another loss into head_loss of model.py
-        stats['loss'] = F.cross_entropy(gpt.logits(tokens).flatten(0, 1), targets.flatten(), reduction='none')
+        bare += F.cross_entropy(gpt.logits(tokens).flatten(0, 1), targets.flatten(), reduction='sum').item()
         h = gpt.hidden(tokens).flatten(0, 1).float()
         parts.append({**stats, **centering_ratios(h, E.float())})
     stats = {**concatenate(parts), 'r_emb': norm_ratios(E).double().cpu()}
@@ -87,7 +87,8 @@ def measure_model(gpt, windows):
     r_log = stats['r_log'][stats['r_cos'] < 1]
     numbers = {**summarize(stats, E), **measure_embeddings(E),
                **{f'{name}_below_1': distributions[name]['below_1'] for name in ('r_emb', 'r_cos')},
-               'r_log_below_1_too': (r_log < 1).double().mean().item()}
+               'r_log_below_1_too': (r_log < 1).double().mean().item(),
+               'cross_entropy': bare / windows[:, 1:].numel()}
     return {'numbers': numbers, 'distributions': distributions}
 
 
@@ -277,10 +278,11 @@ def collect(folders, out):
             measured = measure_run(Path(run.run))
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
-            measured = {'numbers': {'loss': math.nan}, 'distributions': {}}
-        loss = measured['numbers'].pop('loss')
-        if run.test_tokens <= POSITIONS and abs(loss / run.test_loss - 1) > 1e-3:  # rounding differs by less
-            lines.append(f'{run.run}: by model.pt the test loss is {loss:.4f}, not {run.test_loss:.4f}')
+            measured = {'numbers': {}, 'distributions': {}}
+        own, bare = (measured['numbers'].pop(name, math.nan) for name in ('loss', 'cross_entropy'))
+        loss = run.test_loss if run.test_tokens <= POSITIONS else own  # of the positions that are measured
+        if abs(bare / loss - 1) > 1e-3:  # rounding differs by less
+            lines.append(f'{run.run}: by model.pt the cross entropy is {bare:.4f}, not {loss:.4f}')
         statistics.append(measured['numbers'])
         distributions += [{'run': run.run, 'quantity': x, **y} for x, y in measured['distributions'].items()]
     runs = runs.assign(**pd.DataFrame(statistics, index=runs.index))
@@ -370,7 +372,6 @@ def main(argv=None):
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
     inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]  # DIR/results.csv: DIR
     out = Path(args.out or f'results/{"+".join(Path(name).resolve().name for name in inputs[:3])}')
-
     if args.runs:
         runs, everything, curves, lines = collect(args.runs, out)
     else:
@@ -388,13 +389,12 @@ def main(argv=None):
         if compared.init_loss.isna().any():
             lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
     write_csv(out / 'lrs.csv', lrs.drop(columns=['setting', 'rounding']))  # which `variant` has
-
     of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED, 'behind'}]
     tables = report.make_tables(runs, methods, several, of_a_fork)
     report.write_markdown(out / 'tables.md', tables)
     figures = report.draw_figures(compared, everything, curves, out / 'figures')
     messages = [table['message'] for table in tables if 'message' in table]
-    rounded = runs[(runs.logits_dtype != 'float32') & ~(runs.cap > 0)].dropna(subset='logit_mean')
+    rounded = runs[runs.logits_dtype.isin(['', 'bfloat16']) & ~(runs.cap > 0)].dropna(subset='logit_mean')
     largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}: {train.verdict(run.logit_mean)}'
                for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
     lines = [*report.said_of_rounding(runs), *messages, *largest, *report.describe(runs), *lines]

@@ -146,7 +146,6 @@ def test_a_run_written_out(method, tying, tmp_path, monkeypatch):
              *['--weight_tying'] * tying, *['--lam=0.3'] * bool(METHODS[method]), *['--cap=3'] * (cap == 3),
              f'--method={method}', f'--data={tmp_path}', f'--out={run}']
     train.main(flags)
-
     args = train.parser.parse_args(flags)
     steps, warmup, lr, min_lr, lam = args.steps, args.warmup, args.lr, args.min_lr, args.lam
     beta1, beta2 = args.beta1, args.beta2

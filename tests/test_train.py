@@ -2,7 +2,6 @@
 import os
 import re
 import runpy
-import shutil
 import signal
 from types import SimpleNamespace
 
@@ -31,12 +30,14 @@ def test_diverged_run(flags, last_line, kept, trained, monkeypatch, capsys):
 
 
 def test_modes(trained, monkeypatch):
-    """What a fork adds, such as dropout, is on in training and off in evaluation."""
+    """What a fork adds, such as dropout, is on in training and off in evaluation; shards are not saved."""
     modes, forward = [], train.GPT.forward
     monkeypatch.setattr(train.GPT, 'forward', lambda gpt, *given, **named: (
         modes.append(gpt.training), forward(gpt, *given, **named))[1])
     trained('run', '--steps=2', '--eval_every=1')
     assert modes == [False, True, False, True, False, False]
+    shards = SimpleNamespace(state_dict=lambda: {'E': SimpleNamespace(full_tensor=None)})  # as FSDP has them
+    refused(lambda: train.save_checkpoint({'model': shards}, 1, None), 'shard')
 
 
 def test_times(trained, monkeypatch, capsys):
@@ -44,9 +45,9 @@ def test_times(trained, monkeypatch, capsys):
     clock = SimpleNamespace(now=0, to_wait=0, perf_counter=lambda: clock.now)  # to_wait: for the device
     compilation = {True: 1000, False: 1000}
 
-    def train_step(*given, with_stats, real=train.train_step):
+    def train_step(*given, with_stats, real=train.train_step, **of_a_fork):
         clock.to_wait += (100 if given[3] < 19 else 500) + compilation.pop(with_stats, 0)
-        return real(*given, with_stats=with_stats)
+        return real(*given, with_stats=with_stats, **of_a_fork)
 
     def synchronize():
         clock.now, clock.to_wait = clock.now + clock.to_wait, 0
@@ -54,6 +55,7 @@ def test_times(trained, monkeypatch, capsys):
     def evaluate(*given):
         synchronize()  # its loss goes to the CPU
         clock.now += 10_000
+        given[0].E.data.fill_(3)  # as a fork's EMA takes its place
         return 0.0
     for where, name, replacement in ((train, 'train_step', train_step), (train, 'evaluate', evaluate),
                                      (train, 'time', clock), (torch.cpu, 'synchronize', synchronize)):
@@ -65,13 +67,16 @@ def test_times(trained, monkeypatch, capsys):
     assert re.search(shown, capsys.readouterr().out, re.M)
     assert result_of(out)['train_seconds'] == pytest.approx(2000)
     assert result_of(out)['tokens_per_second'] == pytest.approx(speed)  # the median of those that count
+    assert (load(out)['model']['lm_head.weight'] == 3).all()  # what was tested
 
 
 def test_init_from_a_checkpoint(corpus, trained, tmp_path):
     """It goes on at the source's step with the command's settings, and resumes without the source."""
     flags = '--method=mu_loss --lr=3e-2 --steps=40 --log_every=5 --eval_every=10 --keep_every=20'.split()
     whole = trained('whole', *flags)
-    source = shutil.copy(f'{whole}/model_20.pt', tmp_path)
+    saved, source = load(whole, 'model_20.pt'), f'{tmp_path}/model_20.pt'
+    saved['optimizer']['param_groups'][0]['lr_scale'] = 0.1  # is not this command's
+    torch.save(saved, source)
     flags += [f'--init_from={source}', '--method=mu_centering', '--beta2=0.5', '--eps=1e-5', '--ckpt_every=0']
     other = trained('other', *flags)
     start, line, *_ = log_of(other, times=True)
@@ -80,10 +85,9 @@ def test_init_from_a_checkpoint(corpus, trained, tmp_path):
     result, optimizer = result_of(other), load(other, 'model_40.pt')['optimizer']
     assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(20 * 4 * 32)
     assert all(state['step'] == 40 for state in optimizer['state'].values())
-    assert {(*group['betas'], group['eps']) for group in optimizer['param_groups']} == {(0.9, 0.5, 1e-5)}
+    assert [*map(optimizer['param_groups'][0].get, ('betas', 'eps', 'lr_scale'))] == [(0.9, 0.5), 1e-5, None]
     refused(lambda: trained('other', *flags, '--lr=1'), f'{other} has lr=0.03', '--init_from=')
     refused(lambda: trained('new', *flags, '--steps=20'), source, '--steps=20')  # it is of step 20
-
     argv = [*SMALL, f'--data={corpus}', f'--out={tmp_path}/killed', *flags]  # it saves its start alone
     finish(process(train.main, argv, prepare=(at_step, 32, kill)), -signal.SIGKILL)
     os.unlink(source)
