@@ -12,7 +12,7 @@ from small_runs import SMALL, shard
 FLAGS = {train: '''
     --lam=1 -> --lam, --method=baseline
     --lr=nan -> --lr
-    --steps=-1 -> --steps
+    --grad_clip=-0.5 -> --grad_clip=-0.5
     --min_lr=1 -> --min_lr=1, --lr
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size

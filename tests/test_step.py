@@ -12,7 +12,7 @@ import torch
 import prepare_fineweb
 import train
 from conftest import refused
-from model import METHODS, gpt_config
+from model import METHODS, GPTConfig, gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
 from test_facts import close, equations, equations_logits, equations_step, tiny_gpt, token_batch
 from test_model import settings
@@ -27,15 +27,18 @@ def test_defaults_are_appendix_a(tmp_path, monkeypatch):
         weight_tying=False, rope_fraction=0.5, method='baseline', lam=None, cap=None, mu_shift=0.0,
         device='cuda', compile=True, eval_every=5000, eval_tokens=1_048_576, test_tokens=10_485_760, seed=1)
     assert expected.items() <= vars(settings()).items()
-    for method in ('weight_decay', 'z_loss', 'mu_loss', 'adamw_decay'):
-        assert settings(f'--method={method}').lam == 1e-4
-    assert settings('--method=max_z_loss').lam == 2e-4 and settings('--method=cosine_reg').lam == 1
+    lams = dict.fromkeys(['weight_decay', 'z_loss', 'mu_loss', 'adamw_decay'], 1e-4)
+    lams |= {'max_z_loss': 2e-4, 'cosine_reg': 1}
+    assert {method: settings(f'--method={method}').lam for method in lams} == lams
     assert settings('--method=soft_capping').cap == 30 and settings('--cap=15').cap == 15
     assert prepare_fineweb.parser.get_default('tokens') > 100_000 * 64 * 2048
     assert prepare_fineweb.parser.get_default('val_tokens') > 10_485_760
     zeros = gpt_config(vars(settings('--method=mu_loss', '--lam=0', '--rope_fraction=0')))
     assert (zeros.lam, zeros.rope_fraction) == (0, 0)  # a zero is no default
     assert [settings(f'--steps={n}').ckpt_every for n in (5, 300, 20_000, 40_000)] == [1, 15, 1000, 1000]
+    assert gpt_config(vars(settings('--dtype=float32'))) == GPTConfig()
+    monkeypatch.setenv('HOME', '/h')  # bash leaves the ~ in --out=~/x
+    assert {vars(settings(f'--{name}=~/x'))[name] for name in ('data', 'out', 'init_from')} == {'/h/x'}
     train.save({'vocab_size': 257}, f'{tmp_path}/meta.json')
     assert settings(f'--data={tmp_path}').vocab_size == 320  # up to a multiple of 64
 
@@ -81,13 +84,14 @@ def test_batch_order():
 
 def test_fingerprint(tmp_path):
     """It sees every token of val shards, and of a train shard its length and 16 blocks of 8,192 tokens."""
-    path, n = str(tmp_path / 'shard'), 400_000
+    path, n = str(tmp_path / 'x_train_000000.bin'), 400_000
     tokens = np.random.RandomState(0).randint(1, 2**16, n)
 
     def fingerprints(n=n):
-        Path(path).write_bytes(shard(tokens[:n]))
-        of_split = [SimpleNamespace(split=split, shards=[(path, n)]) for split in ('train', 'val')]
-        return [train.fingerprint([windows]) for windows in of_split]
+        for split in ('train', 'val'):
+            Path(path.replace('train', split)).write_bytes(shard(tokens[:n]))
+        args = SimpleNamespace(data=str(tmp_path), block_size=32, vocab_size=2**16)
+        return [train.fingerprint([windows]) for windows in train.open_data(args)]
     before = fingerprints()
     for i, of_train in ((0, 1), (24_999, 0), (25_000, 1), (33_191, 1), (375_000, 1), (n - 1, 0)):
         tokens[i] ^= 1

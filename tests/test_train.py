@@ -44,14 +44,11 @@ def test_times(trained, monkeypatch, capsys):
     """A step takes 100 s, the first of each kind 1,000 s more, the last two 500 s, an evaluation 10,000 s."""
     clock = SimpleNamespace(now=0, to_wait=0, perf_counter=lambda: clock.now)  # to_wait: for the device
     compilation = {True: 1000, False: 1000}
-
     def train_step(*given, with_stats, real=train.train_step, **of_a_fork):
         clock.to_wait += (100 if given[3] < 19 else 500) + compilation.pop(with_stats, 0)
         return real(*given, with_stats=with_stats, **of_a_fork)
-
     def synchronize():
         clock.now, clock.to_wait = clock.now + clock.to_wait, 0
-
     def evaluate(*given):
         synchronize()  # its loss goes to the CPU
         clock.now += 10_000
@@ -97,7 +94,8 @@ def test_init_from_a_checkpoint(corpus, trained, tmp_path):
 def test_init_from_a_model(trained, capsys):
     """It begins at step 0 with the weights alone; another head, and text that it has seen, are said."""
     head = ('--method=norm_softmax', '--cap=3')
-    source = trained('source', '--steps=2', *head)
+    source = [trained('source', '--steps=2', *head) for _ in range(2)][0]
+    assert f'is done; --init_from={source}/model.pt ' in capsys.readouterr().out
     from_source = ('--steps=2', '--lr=1e-30', '--min_lr=0', f'--init_from={source}/model.pt')
     trained('run', *from_source)
     assert capsys.readouterr().out.count('model.pt has ') == 3
