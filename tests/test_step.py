@@ -59,6 +59,8 @@ def test_what_a_fork_finds_in_a_step(monkeypatch):
     assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.1]
     close(gpt.E.detach(), before * (1 - 0.05 * 0.2) ** 6, rtol=1e-14, atol=0)
     assert all(p.grad is None for p in gpt.parameters())
+    with pytest.raises(StopIteration):  # as with FSDP, after the optimizer is made: nothing would train
+        train.train_step(tiny_gpt(), optimizer, [token_batch(0)], 1, args)
 
 
 @pytest.mark.parametrize('flags, unit, dtype, micro_batch', [
