@@ -94,7 +94,7 @@ out, notes = Path(next(word[6:] for word in sys.argv if word[:6] == '--out=')), 
 def note(what): print(what, out.name, os.environ['CUDA_VISIBLE_DEVICES'], file=notes, flush=True)
 def starts(): return Path('notes').read_text().count('start')
 note('start' if os.getsid(0) == os.getpid() else 'start within reach of Ctrl-C')
-signal.alarm(60), exec(Path('act').read_text())  # no test waits for ever
+signal.alarm(200), exec(Path('act').read_text())  # no test waits for ever
 time.sleep(0.08)  # so that runs that are started together are seen together
 out.mkdir(), (out / 'result.json').write_text('{}')
 note('end')
