@@ -30,7 +30,8 @@ add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 
 add('--name', help="config of FineWeb, or dataset of shards (%(default)s: sample-100BT, or the authors')")
 add('--files', type=os.path.expanduser, help='quoted glob: .txt, .md, .rst; .jsonl, .parquet (field: text)')
 add('--out', type=os.path.expanduser, help='folder of the shards (%(default)s: data/fineweb or data/stdlib)')
-add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes'], help='bytes needs no download')
+add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes', 'chars'],
+    help='bytes and chars need no download')
 add('--tokens', type=number, default=13_200_000_000, help='tokens to train on, at most')
 add('--val_tokens', type=number, default=10_500_000, help='tokens held out: the first ones; of local '
     'files the first 5,000 of every 50,000, up to this many')
@@ -100,8 +101,16 @@ def read_texts(paths, first_file=0, first_row=0):
             raise ValueError(f'{path}, row {row}: {error!r}') from error
 
 
+# The 63 most frequent characters of Python's standard library. Token 63 is every other byte, and end-of-text.
+CHARS = b' estaronil\nfcd._()pu,\'mh"g=b:0xEyTwk1-I#vAN2RLS\\Cq][OPFD3>M45*U'
+
+
 def load_encoder(name):
     """The function text -> its tokens (n,) uint16, the first of which is end-of-text."""
+    if name == 'chars':
+        ids = np.full(256, len(CHARS), np.uint16)
+        ids[list(CHARS)] = range(len(CHARS))
+        return lambda text: np.append(np.uint16(len(CHARS)), ids[np.frombuffer(text.encode(), np.uint8)])
     if name == 'bytes':
         return lambda text: np.append(np.uint16(256), np.frombuffer(text.encode(), np.uint8))
     bpe = tiktoken.get_encoding(name)  # of fewer than 2^16 tokens
@@ -203,7 +212,7 @@ def main(argv=None):
 
     # what the shards depend on: the same command finds it in meta.json and resumes
     settings = {key: value for key, value in vars(args).items() if key not in ('out', 'tokens', 'workers')}
-    settings['vocab_size'] = {'gpt2': 50257, 'bytes': 257}[args.tokenizer]
+    settings['vocab_size'] = {'gpt2': 50257, 'bytes': 257, 'chars': 64}[args.tokenizer]
     if local:
         paths = golden_order(local_files(args.files))
         stats = repr([(os.path.getsize(path), os.path.getmtime(path)) for path in paths])
