@@ -120,7 +120,7 @@ def measure_run(folder):
 # -------- what a run is: the columns of results.csv
 RESULTS = '''
     run method size n_params weight_tying lam cap lr seed steps batch_size block_size vocab_size test_tokens
-    data_fingerprint dtype logits_dtype mu_shift init_from init_loss test_loss model_step mu_norm mean_share
+    data_fingerprint dtype logits_dtype final_gain init_from init_loss test_loss model_step mu_norm mean_share
     logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log r_emb_below_1
     r_cos_below_1 r_log_below_1_too train_seconds tokens_per_second device commit'''.split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
@@ -135,7 +135,7 @@ IN_NAMES = [flag for flag in FLAGS if flag not in {
     *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
     'eval_every', 'eval_tokens'}]
 ADDED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds; capped is min(L, L0)
-ROUNDING = ['logits_dtype', 'mu_shift']  # alone they change results by rounding only (Fact 2)
+ROUNDING = ['logits_dtype']  # alone they change results by rounding only (Fact 2)
 
 
 def as_text(value):
@@ -181,7 +181,7 @@ def complete(runs):
     """Rows of settings and results -> named runs in order, with all of RESULTS, or a refusal."""
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
-    runs = runs.fillna({'seed': 0, 'mu_shift': 0})
+    runs = runs.fillna({'seed': 0})
     runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21; no L0 if init_from
     refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
@@ -358,6 +358,18 @@ def learning_rate_sensitivity(runs):
     return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
 
 
+def verdict(logit_mean):
+    """What BF16 logits cost a run with this mean logit, by results/mean_logit."""
+    size = abs(logit_mean)
+    if size < 64:
+        cost = 'nothing'
+    elif size < 256:
+        cost = 'hundredths of a nat; center the head, or use mu_loss'
+    else:
+        cost = 'a tenth of a nat and more; center the head, or use mu_loss'
+    return f'mean logit {logit_mean:.1f}, where BF16 costs {cost}'
+
+
 # -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -395,7 +407,7 @@ def main(argv=None):
     figures = report.draw_figures(compared, everything, curves, out / 'figures')
     messages = [table['message'] for table in tables if 'message' in table]
     rounded = runs[runs.logits_dtype.isin(['', 'bfloat16']) & ~(runs.cap > 0)].dropna(subset='logit_mean')
-    largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}: {train.verdict(run.logit_mean)}'
+    largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}: {verdict(run.logit_mean)}'
                for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
     lines = [*report.said_of_rounding(runs), *messages, *largest, *report.describe(runs), *lines]
     report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)  # last: all runs

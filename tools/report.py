@@ -279,7 +279,7 @@ def draw_figures(compared, everything, curves, folder):
 
 
 # -------- the pages
-DESCRIBED = '''size weight_tying method lr seed steps batch_size block_size mu_shift cap dtype logits_dtype
+DESCRIBED = '''size weight_tying method lr seed steps batch_size block_size final_gain cap dtype logits_dtype
                device'''.split()
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
