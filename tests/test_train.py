@@ -14,7 +14,7 @@ from small_runs import SMALL, assert_same, at_step, kill, load, log_of, result_o
 
 
 @pytest.mark.parametrize('flags, last_line, kept', [
-    ('--method=mu_centering --ckpt_every=6', 8, 6), ('--method=mu_loss --lam=1e18 --mu_shift=1e9', 1, 0),
+    ('--method=mu_centering --ckpt_every=6', 8, 6), ('--method=mu_loss --lam=1e38', 1, 0),
     ('--method=norm_softmax --ckpt_every=2 --log_every=10', 1, 6)])
 def test_diverged_run(flags, last_line, kept, trained, monkeypatch, capsys):
     """Shows in a logged loss, a gradient whose norm overflows, or the weights that step 8 would save."""
@@ -27,6 +27,13 @@ def test_diverged_run(flags, last_line, kept, trained, monkeypatch, capsys):
     assert log_of(out)[-1]['step'] == last_line
     if last_line == 8:  # else no step is timed
         assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(6 * 4 * 32)
+
+
+def test_log_lines(trained):
+    """The first step, the last one and, unless --log_every is 0, its multiples."""
+    for log_every, logged in ((0, [1, 5]), (2, [1, 2, 4, 5])):
+        out = trained(f'run{log_every}', '--steps=5', f'--log_every={log_every}')
+        assert [line['step'] for line in log_of(out) if 'loss' in line] == logged
 
 
 def test_modes(trained, monkeypatch):
@@ -98,7 +105,8 @@ def test_init_from_a_model(trained, capsys):
     assert f'is done; --init_from={source}/model.pt ' in capsys.readouterr().out
     from_source = ('--steps=2', '--lr=1e-30', '--min_lr=0', f'--init_from={source}/model.pt')
     trained('run', *from_source)
-    assert capsys.readouterr().out.count('model.pt has ') == 3
+    said = capsys.readouterr().out
+    assert 'model.pt has method=norm_softmax, this run baseline' in said and 'model.pt has cap=3' in said
     again = trained('again', *from_source, *head, '--seed=2')
     assert 'model.pt has' not in capsys.readouterr().out
     assert [entry['step'] for entry in log_of(again)] == [0, 1, 2, 2]
