@@ -1,9 +1,11 @@
 """A run that is killed, stopped or out of disk ends as if nothing had been; files are not trusted."""
 import functools
+import gc
 import itertools
 import math
 import os
 import shutil
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 import train
 from conftest import finish, folder_hash, process, refused
-from small_runs import SMALL, assert_same, load, log_of, shard, state_of
+from small_runs import SMALL, assert_same, at_step, load, log_of, shard, state_of
 
 
 def flags_of(corpus, out, *more):
@@ -101,15 +103,14 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
 
 
 def test_other_data(corpus, begun, tmp_path):
-    """Are refused, by each rank too, but not another place. A flag that older code lacked had its default."""
+    """Are refused, but not another place. A flag that older code lacked had its default."""
     other = shutil.copytree(corpus, tmp_path / 'other')
     path = other / 'stdlib_train_000001.bin'
     tokens = train.read_shard(path)
     path.write_bytes(shard([*tokens[:-1], tokens[-1] ^ 1]))
-    args = train.resolve_args(train.parser.parse_args(flags_of(other, begun)))
-    args.data_fingerprint = 'of rank 0'
-    refused(lambda: train.run(args, None), 'of rank 0 differs')
-    refused(lambda: train.main(flags_of(other, begun)), f'{begun}/ckpt.pt has data_fingerprint=')
+    refused(lambda: train.main(flags_of(other, begun)), 'ckpt.pt', 'have changed, 110000 tokens were 110000')
+    path.write_bytes(shard(tokens[:-1]))
+    refused(lambda: train.main(flags_of(other, begun)), 'ckpt.pt', 'have changed, 109999 tokens were 110000')
     path.write_bytes(shard(tokens))
     parts = load(begun, 'ckpt.pt')
     train.save({name: part for name, part in parts.items() if name != 'optimizer'}, f'{begun}/ckpt.pt')
@@ -123,6 +124,82 @@ def test_other_data(corpus, begun, tmp_path):
     train.main(flags_of(other, begun, '--micro_batch_size=2', '--ckpt_every=0', '--keep_every=0'))
     assert train.read_json(f'{begun}/config.json')['commit'] == f'older {config["commit"]}'
     assert load(begun)['step'] == 4  # the last step is saved without --ckpt_every too
+
+
+def at_step_3(monkeypatch, act):
+    """Runs of this process call act() as they begin step 3."""
+    def train_step(model, optimizer, batch, step, *more, train_step=train.train_step, **named):
+        if step == 3:
+            act()
+        return train_step(model, optimizer, batch, step, *more, **named)
+    monkeypatch.setattr(train, 'train_step', train_step)
+
+
+def test_shards_that_change_under_a_run(corpus, whole, tmp_path, monkeypatch):
+    """The test would be of other text; with the shards as they were the same command ends the run."""
+    data = shutil.copytree(corpus, tmp_path / 'data')
+    val = data / 'stdlib_val_000000.bin'
+    good = val.read_bytes()
+    flags = flags_of(data, tmp_path / 'run')
+    with monkeypatch.context() as patch:
+        at_step_3(patch, lambda: val.write_bytes(good[:1024] + good[1026:] + good[1024:1026]))
+        refused(lambda: train.main(flags), f'--data={data} have changed')
+    refused(lambda: train.main(flags), 'ckpt.pt', 'have changed')
+    val.write_bytes(good)
+    train.main(flags)
+    assert_same(state_of(tmp_path / 'run'), state_of(whole[0]))
+
+
+def test_lock_that_does_nothing(corpus, whole, tmp_path, monkeypatch):
+    """On some network disks two processes both get the lock: the first one ends before it writes again."""
+    out = tmp_path / 'run'
+    monkeypatch.setattr(train.fcntl, 'flock', lambda *_: None)
+    second = []
+
+    def start_second():
+        if not second:  # in the first process
+            second.append(process(train.main, flags_of(corpus, out), prepare=(without_flock,)))
+            finish(second[0], 0)
+    with monkeypatch.context() as patch:
+        at_step_3(patch, start_second)
+        refused(lambda: train.main(flags_of(corpus, out)), f'{out} is now in use by another process')
+    assert_same(state_of(out), state_of(whole[0]))
+
+
+def without_flock():
+    train.fcntl.flock = lambda *_: None
+
+
+def test_end_and_resume_keep_no_copy(corpus, begun, monkeypatch):
+    """The end reads nothing back; after a resume the weights and moments are no longer a view of ckpt.pt."""
+    read = []
+
+    def read_checkpoint(path, read_checkpoint=train.read_checkpoint):
+        read.append(path)
+        return read_checkpoint(path)
+    monkeypatch.setattr(train, 'read_checkpoint', read_checkpoint)
+
+    def look(optimizer):
+        gc.collect()
+        assert read == 2 * [f'{begun}/ckpt.pt']
+        assert 'ckpt.pt' not in Path('/proc/self/maps').read_text()
+    monkeypatch.setattr(train, 'check_param_groups', look)
+    train.main(flags_of(corpus, begun))
+    assert len(read) == 2
+
+
+def send(number, model):
+    signal.raise_signal(number)
+
+
+@pytest.mark.parametrize('number, status', [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_signals(number, status, corpus, whole, tmp_path):
+    """The run ends after a checkpoint of the step it is in; the same command goes on bit for bit."""
+    flags = flags_of(corpus, tmp_path / 'run', '--ckpt_every=0')
+    finish(process(train.main, flags, prepare=(at_step, 3, functools.partial(send, number))), status)
+    assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 3
+    train.main(flags)
+    assert_same(state_of(tmp_path / 'run'), state_of(whole[0]))
 
 
 # Values that the run below does not have: what may not change when it resumes, and what may.

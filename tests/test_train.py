@@ -2,6 +2,7 @@
 import os
 import re
 import runpy
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -45,6 +46,36 @@ def test_modes(trained, monkeypatch):
     assert modes == [False, True, False, True, False, False]
     shards = SimpleNamespace(state_dict=lambda: {'E': SimpleNamespace(full_tensor=None)})  # as FSDP has them
     refused(lambda: train.save_checkpoint({'model': shards}, 1, None), 'shard')
+
+
+def test_full_disk_under_stdout(corpus, tmp_path):
+    """Training goes on, and ends with status 0: its own folder may lie on another disk."""
+    argv = [*SMALL, '--steps=3', f'--data={corpus}', f'--out={tmp_path}/run']
+    finish(process(train.main, argv, prepare=(redirect_stdout, '/dev/full')), 0)
+    assert [line['step'] for line in log_of(tmp_path / 'run')] == [0, 1, 2, 3, 3]
+    assert (tmp_path / 'run/result.json').exists()
+
+
+def redirect_stdout(path):
+    os.dup2(os.open(path, os.O_WRONLY), 1)
+
+
+def test_no_compile_is_named(trained, monkeypatch):
+    """The last line of an error of a compiled run says how to do without the compiler."""
+    def no_compiler(*given, **named):
+        raise OSError('no space left in TMPDIR')
+    monkeypatch.setattr(torch, 'compile', no_compiler)
+    with pytest.raises(OSError) as caught:
+        trained('run', '--steps=1', '--compile')
+    assert '--no-compile' in caught.value.__notes__[-1]
+
+
+def test_unfinished_shards(corpus, trained, tmp_path, capsys):
+    data = shutil.copytree(corpus, tmp_path / 'data')
+    for done, warned in ((False, True), (True, False)):
+        train.save({**train.read_json(f'{data}/meta.json'), 'done': done}, f'{data}/meta.json')
+        trained(f'run{done}', '--steps=1', f'--data={data}')
+        assert (f'{data} is not finished' in capsys.readouterr().out) == warned
 
 
 def test_times(trained, monkeypatch, capsys):
