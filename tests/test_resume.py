@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ import torch
 
 import train
 from conftest import finish, folder_hash, process, refused
-from small_runs import SMALL, assert_same, at_step, load, log_of, shard, state_of
+from small_runs import SMALL, assert_same, at_step, kill, load, log_of, shard, state_of, without_times
 
 
 def flags_of(corpus, out, *more):
@@ -382,3 +383,66 @@ def test_another_micro_batch_size(trained, monkeypatch, capsys):
     capsys.readouterr()
     trained('run', *flags[:1], '--micro_batch_size=2')
     assert 'ckpt.pt has micro_batch_size=4, this run 2' in capsys.readouterr().out
+
+
+class Tracker:
+    """As W&B, it joins the records of a step, and of a run that it knows it takes later steps alone."""
+
+    def __init__(self):
+        self.runs = {}
+        self.summary = {}
+
+    def init(self, id, **named):
+        self.rows = self.runs.setdefault(id, {})
+        self.start = max(self.rows, default=-1) + 1
+
+    def log(self, record, step):
+        if step >= self.start:
+            self.rows.setdefault(step, {}).update(without_times(record))
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize('last_sent', [4, 7])
+def test_tracker(last_sent, trained, monkeypatch, tmp_path):
+    """It may lack lines of before the checkpoint, or have some of after it: it ends with the whole log."""
+    tracker = Tracker()
+    monkeypatch.setitem(sys.modules, 'wandb', tracker)
+
+    def resume_tracked(log_so_far, args, start_tracker=train.start_tracker):
+        if log_so_far:  # the run was interrupted in step 8
+            shutil.copytree(tmp_path / 'resumed', tmp_path / 'copy')
+            for rows in tracker.runs.values():
+                for step in range(last_sent + 1, 10):
+                    rows.pop(step, None)
+        start_tracker(log_so_far, args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'start_tracker', resume_tracked)
+        _, resumed = whole_and_resumed(trained, patch, '--wandb=project', '--eval_every=5')
+    copied = trained('copy', '--steps=9', '--ckpt_every=6', '--keep_every=9', '--lr=1e-2', '--eval_every=5',
+                     '--wandb=project')
+    assert len(tracker.runs) == 3  # a copied folder is another run
+    for out, rows in zip((resumed, copied), [*tracker.runs.values()][1:], strict=True):
+        joined = {}
+        for record in log_of(out):
+            joined.setdefault(record['step'], {}).update(record)
+        assert rows == {step: {name: x for name, x in record.items() if x is not None}
+                        for step, record in joined.items()}
+    assert tracker.summary['test_loss'] == log_of(copied)[-1]['test_loss']
+
+
+def test_wandb(corpus, tmp_path):
+    """The real one, offline: both parts of a killed run have its id, and the second one has every step."""
+    pytest.importorskip('wandb')
+    env = {'WANDB_MODE': 'offline', 'WANDB_DIR': str(tmp_path), 'WANDB_CONSOLE': 'off'}
+    flags = [*SMALL, '--steps=9', '--ckpt_every=6', '--wandb=project', f'--data={corpus}',
+             f'--out={tmp_path}/run']
+    parts = []
+    for prepare, status in (((at_step, 8, kill), -signal.SIGKILL), ((), 0)):
+        finish(process(train.main, flags, env=env, prepare=prepare), status)
+        parts += {*tmp_path.glob('wandb/offline-run-*/*.wandb')} - {*parts}
+    first, second = parts
+    assert first.name == second.name
+    found = re.findall(rb'_step\x82\x01(.)(.+)', second.read_bytes())  # its length and what begins with it
+    assert {int(text[:ord(length)]) for length, text in found} >= {*range(10)}
