@@ -48,7 +48,7 @@ def head_with_rounded_gradient(h, E, config):
 
 
 def head_with_random_scale(h, E, config):
-    """BF16 logits, whose gradient is rounded to BF16 as if the loss were 2^u times as large, u new each step."""
+    """BF16 logits, whose gradient is rounded as if the loss were 2^u times as large, u new in each step."""
     logits = h @ E.T
     if logits.requires_grad:
         scale = 2 ** torch.rand(())
@@ -109,7 +109,7 @@ def apply(arm, data):
 # -------- what is measured of a checkpoint
 @torch.no_grad()
 def measure(path, config):
-    """A checkpoint's test loss with its logits in BF16 and in fp32, and mean logits, over 131,072 positions."""
+    """A checkpoint's test loss with logits in BF16 and in fp32, and mean logits, over 131,072 positions."""
     gpt = model.GPT(model.gpt_config(config))
     gpt.load_state_dict(train.read_checkpoint(path)['model'])
     windows = train.Windows(config['data'], 'val', config['block_size'], config['vocab_size'])
@@ -151,7 +151,7 @@ def run(table, arm, words):
 
     log = pd.read_json(out / 'log.jsonl', lines=True)
     every = max(1, len(log) // 100)
-    shown = log.iloc[1::every] if 'val_loss' not in log else log[(log.index % every == 0) | log.val_loss.notna()]
+    shown = log[(log.index % every == 0) | log.val_loss.notna()]
     columns = ['step', 'loss', 'val_loss', 'mu_norm', 'logit_mean', 'logit_mean_spread']
     curves = shown.reindex(columns=columns).assign(**key)[[*key, *columns]]
 
@@ -174,14 +174,13 @@ def sweep(**environment):
 def one(name, flags, seed, rate='1', steps='8000'):
     """One baseline of sweep.sh laptop with more flags, as train.py's words."""
     flags = f'{flags} --log_every=100'
-    (words,) = sweep(METHODS='baseline', LRS=rate, STEPS=steps, SEEDS=str(seed), OUT='out/natural', FLAGS=flags)
+    (words,) = sweep(METHODS='baseline', LRS=rate, STEPS=steps, SEEDS=str(seed), FLAGS=flags)
     name = name.replace(' ', '_').replace(',', '')
     words[-1] = f'--out=out/natural/{name}-lr{rate}-{steps}-s{seed}'
     return words
 
 
 QUICK = dict(STEPS='8000', LRS='1e-3 3e-3 1e-2 3e-2 1e-1 3e-1 1', OUT='out/quick')
-FP32 = dict(METHODS='baseline', FLAGS='--logits_dtype=float32')
 CAUSES = {  # arm: its flags
     'BF16 logits': '',
     'fp32 logits': '--logits_dtype=float32',
@@ -205,20 +204,20 @@ RARE = {  # the same with 257 bytes in 320 rows
     'centered by rows in use': '',
     'centered head': '--method=centered_head',
 }
-TAKES = {  # what is changed: flags of the baseline with BF16 and with fp32 logits, and the rate
-    'nothing': ('', '1'),
-    'width 192, 4 heads': ('--n_embd=192', '1'),
-    'width 48, 4 heads': ('--n_embd=48', '1'),
-    '2 layers': ('--n_layer=2', '1'),
-    '4 layers': ('--n_layer=4', '1'),
-    '512 tokens a step': ('--batch_size=16', '1'),
-    '128 tokens of one sequence': ('--batch_size=1 --block_size=128', '1'),
-    'β2 0.99': ('--beta2=0.99', '1'),
-    'β2 0.999': ('--beta2=0.999', '1'),
-    'no warm-up': ('--warmup=0', '1'),
-    'warm-up of 4,000 steps': ('--warmup=4000', '1'),
-    'a gain': ('--final_gain', '1'),
-    'no clipping': ('--grad_clip=0', '1'),
+TAKES = {  # what is changed: flags of the baseline, with BF16 and with fp32 logits
+    'nothing': '',
+    'width 192': '--n_embd=192',
+    'width 48': '--n_embd=48',
+    '2 layers': '--n_layer=2',
+    '4 layers': '--n_layer=4',
+    '512 tokens a step': '--batch_size=16',
+    '128 tokens of one sequence': '--batch_size=1 --block_size=128',
+    'β2 0.99': '--beta2=0.99',
+    'β2 0.999': '--beta2=0.999',
+    'no warm-up': '--warmup=0',
+    'warm-up of 4,000 steps': '--warmup=4000',
+    'no clipping': '--grad_clip=0',
+    'a gain': '--final_gain',
 }
 
 
@@ -226,43 +225,55 @@ def list_runs():
     """All runs as (table, arm, train.py's words), the most telling first."""
     runs = []
 
-    def add(table, arm, commands):
-        runs.extend((table, arm, words) for words in commands)
+    def add(table, arm, words):
+        runs.append((table, arm, words))
 
-    def add_fp32(table, **environment):
-        for words in sweep(**{**environment, **FP32}):
-            add(table, 'fp32 logits', [[*words[:-1], f'{words[-1]}-fp32head']])
+    def add_sweep(table, **environment):
+        for words in sweep(**environment):
+            add(table, '', words)
 
-    # the paper's largest rate, then its others
-    for rates, seeds in (('3e-1', '1 2 3'), ('1e-1', '1 2 3'), ('3e-2 1e-2 3e-3 1e-3 3e-4', '1')):
-        add('grid', '', sweep(LRS=rates, SEEDS=seeds, FLAGS='--keep_every=10000'))
-        if rates != '3e-2 1e-2 3e-3 1e-3 3e-4':
-            for words in sweep(LRS=rates, SEEDS=seeds, METHODS='baseline', FLAGS='--logits_dtype=float32 '
-                               '--keep_every=10000'):
-                add('grid', 'fp32 logits', [[*words[:-1], f'{words[-1]}-fp32head']])
+    def add_fp32_baselines(table, **environment):
+        flags = environment.pop('FLAGS', '') + ' --logits_dtype=float32'
+        for words in sweep(**environment, METHODS='baseline', FLAGS=flags):
+            add(table, 'fp32 logits', [*words[:-1], f'{words[-1]}-fp32head'])
 
+    # the paper's grid: its two largest rates with three seeds, the others with one
+    for rate in ('3e-1', '1e-1'):
+        for seed in SEEDS:
+            settings = dict(LRS=rate, SEEDS=str(seed), OUT='out/laptop', FLAGS='--keep_every=10000')
+            add_sweep('grid', **settings)
+            add_fp32_baselines('grid', **settings)
+    add_sweep('grid', LRS='3e-2 1e-2 3e-3 1e-3 3e-4', OUT='out/laptop', FLAGS='--keep_every=10000')
+
+    # what makes the harm
     for seed in SEEDS:
         for arm, flags in CAUSES.items():
-            add('cause', arm, [one(arm, flags, seed)])
-    for seed in SEEDS:
-        add('quick', '', sweep(**QUICK, SEEDS=str(seed)))
-        add_fp32('quick', **QUICK, SEEDS=str(seed))
-    add('quick', '', sweep(**{**QUICK, 'LRS': '1e-1 3e-1 1'}, METHODS='z_loss mu_loss', LAMS='1e-7 1e-4 1e-1 1e2',
-                           SEEDS='1'))
-    add('quick', '', sweep(**QUICK, TYING='tied'))
+            add('cause', arm, one(arm, flags, seed))
 
+    # 257 bytes in 320 rows, and 64 characters in more than 64 rows
     for seed in SEEDS:
         for arm, flags in RARE.items():
-            add('rare', arm, [one(f'bytes {arm}', f'{flags} --data=data/stdlib', seed)])
-    for rows in (96, 128, 256, 640):  # 64 of them in use
+            add('rare', arm, one(f'bytes {arm}', f'{flags} --data=data/stdlib', seed))
+    for rows in (96, 128, 256, 640):
         for arm in ('baseline', 'μ-centering', 'centered by frequency'):
-            add('rare', arm, [one(f'{rows} rows {arm}', f'{RARE[arm]} --vocab_size={rows}', 1)])
+            add('rare', arm, one(f'{rows} rows {arm}', f'{RARE[arm]} --vocab_size={rows}', 1))
 
-    for name, (flags, rate) in TAKES.items():
-        add('takes', name, [one(f'{name}', flags, 1, rate)])
-        add('takes', f'{name}; fp32 logits', [one(f'{name} fp32', f'{flags} --logits_dtype=float32', 1, rate)])
+    # what it takes
+    for name, flags in TAKES.items():
+        add('takes', name, one(name, flags, 1))
+        add('takes', f'{name}; fp32 logits', one(f'{name} fp32', f'{flags} --logits_dtype=float32', 1))
+
+    # 8,000 steps: the grid, tied too, and Table 4's values of λ
+    for seed in SEEDS:
+        add_sweep('quick', **QUICK, SEEDS=str(seed))
+        add_fp32_baselines('quick', **QUICK, SEEDS=str(seed))
+    add_sweep('quick', **QUICK, TYING='tied')
+    large = {**QUICK, 'LRS': '1e-1 3e-1 1'}
+    add_sweep('quick', **large, METHODS='z_loss mu_loss', LAMS='1e-7 1e-4 1e-1 1e2')
+
+    # the cause at the paper's rate and steps
     for arm, flags in CAUSES.items():
-        add('cause_0.3', arm, [one(f'paper {arm}', f'{flags} --keep_every=10000', 1, '3e-1', '100000')])
+        add('cause_0.3', arm, one(f'paper {arm}', f'{flags} --keep_every=10000', 1, '3e-1', '100000'))
     return runs
 
 
@@ -289,13 +300,13 @@ def main(tables):
     print(f'{len(todo)} runs to do', flush=True)
 
     with Pool(2, maxtasksperchild=1) as pool:
-        results = [(job, pool.apply_async(run, job)) for job in todo]
-        for (table, arm, words), result in results:
+        results = [(table, pool.apply_async(run, (table, arm, words))) for table, arm, words in todo]
+        for table, result in results:
             row, curves, kept = result.get()
             append([row], HERE / table / 'results.csv')
             append(curves, HERE / table / 'curves.csv')
             append(kept, HERE / table / 'checkpoints.csv')
-            print(f'{table}, {arm}, {row["run"]}: {row["test_loss"]:.3f}, {row["logit_mean"]:.0f}', flush=True)
+            print(f'{table}, {row["run"]}: {row["test_loss"]:.3f}, {row["logit_mean"]:.0f}', flush=True)
 
 
 if __name__ == '__main__':
