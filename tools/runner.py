@@ -2,6 +2,7 @@
 Trains a list of runs, then measures and draws them with analyze.py:
 
     DRY_RUN=1 bash sweep.sh >runs.txt
+    python -m tools.runner --check <runs.txt   # only refuses what could not run, and says how many are done
     python -m tools.runner --jobs=2 <runs.txt
 
 A line of the list is a command with train.py in it, and all of them have an --out=FOLDER/NAME of their own in
@@ -25,6 +26,10 @@ import analyze
 import train
 
 
+def say(text):
+    print(text, flush=True)
+
+
 # -------- the list
 def read_launcher(words):
     """The words before train.py -> how many processes torchrun would start, or 1."""
@@ -36,10 +41,11 @@ def read_launcher(words):
     return processes
 
 
-def read_run(line, fingerprints):
+def read_run(line, fingerprints, elsewhere):
     """
     A command -> its run: the words of the command, train.py's settings, and whether it is done. Refuses
-    what train.py would. `fingerprints` keeps those of the data that were read for earlier runs.
+    what train.py would, here or on other machines, which have GPUs. `fingerprints` keeps those of the data
+    that were read for earlier runs.
     """
     words = shlex.split(os.path.expandvars(line))  # $SCRATCH is in there as a shell would have it
     train.check('train.py' in words, f'no train.py in: {line}')
@@ -48,9 +54,11 @@ def read_run(line, fingerprints):
 
     start = words.index('train.py')
     settings = train.parser.parse_args(words[start + 1:])
+    if elsewhere and settings.device is None:
+        settings.device = 'cuda'
     train.resolve_args(settings, read_launcher(words[:start]))
-    enough = settings.device == 'cpu' or settings.processes <= torch.cuda.device_count()
-    train.check(enough, f'too few GPUs: {line}')
+    if settings.device == 'cuda' and not elsewhere:
+        train.check(settings.processes <= torch.cuda.device_count(), f'too few GPUs: {line}')
 
     shards = (settings.data, settings.block_size, settings.vocab_size)
     if shards not in fingerprints:
@@ -60,14 +68,14 @@ def read_run(line, fingerprints):
     return argparse.Namespace(words=words, settings=settings, out=Path(settings.out), done=done)
 
 
-def read_runs(lines):
+def read_runs(lines, elsewhere):
     """The runs of a list of commands; empty lines and comments are skipped."""
     runs = []
     fingerprints = {}
     for line in lines:
         line = line.strip()
         if line and not line.startswith('#'):
-            runs.append(read_run(line, fingerprints))
+            runs.append(read_run(line, fingerprints, elsewhere))
     train.check(runs, 'no commands on stdin')
     return runs
 
@@ -137,8 +145,17 @@ def last_line(path):
     return lines[-1] if lines else ''
 
 
-def run_all(todo, jobs, folder, signals):
-    """Runs them, `jobs` at a time, until all have ended or a signal is in `signals`."""
+def run_all(todo, jobs, folder):
+    """
+    Runs them, `jobs` at a time. SIGINT, SIGTERM and the like end the runs, which have sessions of their own,
+    and then this: the numbers of these signals are returned.
+    """
+    signals = []
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            handlers[number] = signal.signal(number, lambda number, frame: signals.append(number))
+
     waiting = list(todo)
     running = []
     gpus = visible_gpus()
@@ -158,43 +175,43 @@ def run_all(todo, jobs, folder, signals):
             ended = len(todo) - left
             seconds_each = (time.monotonic() - begin) / ended
             minutes = seconds_each * left / 60
-            print(f'[{ended}/{len(todo)}, about {minutes:.0f} min left] {run.out.name}: {last_line(run.log)}',
-                  flush=True)
+            say(f'[{ended}/{len(todo)}, about {minutes:.0f} min left] {run.out.name}: {last_line(run.log)}')
+
     stop(running)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return signals
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage='%(prog)s [--jobs=1] <runs.txt', description=__doc__,
+    parser = argparse.ArgumentParser(usage='python -m tools.runner [--jobs=1] [--check] <runs.txt',
+                                     description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--jobs', type=int, default=1, help='how many runs go at once; they may share a GPU')
-    jobs = parser.parse_args(argv).jobs
-    train.check(jobs > 0, f'--jobs={jobs} should be positive')
+    parser.add_argument('--check', action='store_true',
+                        help='start nothing; a run without --device=cpu is taken to get its GPUs elsewhere')
+    args = parser.parse_args(argv)
+    train.check(args.jobs > 0, f'--jobs={args.jobs} should be positive')
 
-    runs = read_runs(sys.stdin)
+    runs = read_runs(sys.stdin, elsewhere=args.check)
     folder = common_folder(runs)
     check_comparable(runs, folder)
     todo = [run for run in runs if not run.done]
-    print(f'{len(todo)} of {len(runs)} runs to do in {folder}, {jobs} at a time; see its logs/', flush=True)
+    say(f'{len(todo)} of {len(runs)} runs to do in {folder}, the others are done')
+    if args.check:
+        return
 
-    # A signal ends the runs, which have sessions of their own, and then the runner. nohup ignores SIGHUP
-    signals = []
-    handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            handlers[number] = signal.signal(number, lambda number, frame: signals.append(number))
     (folder / 'logs').mkdir(parents=True, exist_ok=True)
-    run_all(todo, jobs, folder, signals)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signals = run_all(todo, args.jobs, folder)
     if signals:
-        print('stopped; the same command again goes on', file=sys.stderr)
-        sys.exit(128 + signals[0])  # as of what a signal ends
+        say('stopped; the same command goes on')
+        sys.exit(128 + signals[0])  # as a shell says what a signal has ended
 
-    failed = [run.out.name for run in todo if not (run.out / 'result.json').exists()]
-    print(f'all have ended, failed: {" ".join(failed) or "none"}; models are measured now', flush=True)
+    not_done = [run.out.name for run in todo if not (run.out / 'result.json').exists()]
+    say(f'{len(todo) - len(not_done)} of {len(todo)} runs are done now; the models in {folder} are measured')
     analyze.main([str(folder)])
-    if failed:
-        sys.exit(f'failed; the same command tries again: {" ".join(failed)}')
+    if not_done:
+        sys.exit(f'not done; the same command goes on with {" ".join(not_done)}; see {folder}/logs')
 
 
 if __name__ == '__main__':
