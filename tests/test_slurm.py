@@ -40,11 +40,14 @@ def slurm():
 
 @pytest.fixture
 def array(corpus, tmp_path):
-    """array(names, *flags) submits one run for each name, in tmp_path/out, and returns the array's id."""
+    """
+    array(names, *flags) submits one run for each name, in tmp_path/out, and returns the array's id. They have
+    no checkpoint but what a signal makes them save.
+    """
     submitted = []
 
     def submit(names, *flags, steps=3000):  # some 10 seconds
-        run = ['python train.py', *SMALL, '--log_every=100', '--ckpt_every=100', '--eval_every=0',
+        run = ['python train.py', *SMALL, '--log_every=100', '--ckpt_every=0', '--eval_every=0',
                f'--steps={steps}', f'--data={corpus}']
         lines = [' '.join([*run, f'--out={tmp_path}/out/{name}']) for name in names]
         Path(tmp_path, 'runs.txt').write_text('\n'.join(lines) + '\n')
@@ -59,7 +62,7 @@ def array(corpus, tmp_path):
 
 
 def has_begun(folder):
-    """Whether a run is past its step 300, and so has checkpoints."""
+    """Whether a run is past its step 300."""
     log = Path(folder, 'log.jsonl')
     return log.exists() and '"step": 300,' in log.read_text()
 
@@ -83,8 +86,9 @@ def starts(log):
 def test_array_and_analysis(array, tmp_path):
     """A run and a log for each line; the analysis waits for the array."""
     task = array(['a', 'b'])
+    analyse = f'python analyze.py {tmp_path}/out/a --out={tmp_path}/results'
     analysis = call('sbatch', '--parsable', f'--dependency=afterany:{task}',
-                    f'--output={tmp_path}/analysis.log', f'--wrap=python analyze.py {tmp_path}/out/a --out={tmp_path}/results').strip()
+                    f'--output={tmp_path}/analysis.log', f'--wrap={analyse}').strip()
     wait_for_results(tmp_path / 'out/a', tmp_path / 'out/b')
     assert_same_run(tmp_path / 'out/a', tmp_path / 'out/b')
     for log in ('1.log', '2.log'):
@@ -102,7 +106,7 @@ def test_requeue(array, tmp_path):
     call('scontrol', 'update', f'JobId={task}_1', 'StartTime=now')  # Slurm would wait for two minutes
     wait_for_results(tmp_path / 'out/a', tmp_path / 'out/b')
     first, second = starts(tmp_path / '1.log')
-    assert first == 0 and second >= 200
+    assert first == 0 and second >= 300
     assert starts(tmp_path / '2.log') == [0]
     assert_same_run(tmp_path / 'out/a', tmp_path / 'out/b')
 
@@ -115,6 +119,8 @@ def test_time_limit(array, tmp_path):
     wait_until(lambda: of_task(f'{task}_1', 'JobState') == 'PENDING')
     call('scontrol', 'update', f'JobId={task}_1', 'TimeLimit=10', 'StartTime=now')
     wait_for_results(tmp_path / 'out/a', tmp_path / 'out/b')
+    first, second = starts(tmp_path / '1.log')
+    assert first == 0 and second > 0
     assert starts(tmp_path / '2.log') == [0]
     assert_same_run(tmp_path / 'out/a', tmp_path / 'out/b')
 
@@ -128,5 +134,5 @@ def test_scancel(array, tmp_path):
     assert not Path(tmp_path, 'out/a/result.json').exists()
     array(['a', 'b'])
     wait_for_results(tmp_path / 'out/a', tmp_path / 'out/b')
-    assert starts(tmp_path / '1.log')[1] >= 200
+    assert starts(tmp_path / '1.log')[1] >= 300
     assert_same_run(tmp_path / 'out/a', tmp_path / 'out/b')

@@ -151,6 +151,12 @@ print(*sys.argv)
 """
 
 
+def check_start(done, source, settings, real=train.check_start):
+    """train.check_start, but for the runs of TRAIN, which leave no settings."""
+    if Path(settings.out, 'config.json').exists():
+        real(done, source, settings)
+
+
 class Runs:
     """A folder with a list of commands, in which the runner is called."""
 
@@ -177,8 +183,7 @@ class Runs:
         replace = self.monkeypatch.setattr
         replace(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
         replace(torch.cuda, 'is_available', lambda: gpus != '')
-        replace(train, 'check_same', lambda names, owner, config, *more, check=train.check_same: (
-            config and check(names, owner, config, *more)))  # the runs of TRAIN leave no settings
+        replace(train, 'check_start', check_start)
         replace(runner.analyze, 'main', analysed.extend)
         replace(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
         replace(sys, 'stdin', io.StringIO('\n\n # python train.py\n'.join(self.lines)))

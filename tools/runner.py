@@ -26,10 +26,6 @@ import analyze
 import train
 
 
-def say(text):
-    print(text, flush=True)
-
-
 # -------- the list
 def read_launcher(words):
     """The words before train.py -> how many processes torchrun would start, or 1."""
@@ -64,7 +60,8 @@ def read_run(line, fingerprints, elsewhere):
     if shards not in fingerprints:
         fingerprints[shards] = train.fingerprint(train.open_data(settings))
     settings.data_fingerprint = fingerprints[shards]
-    done, _ = train.find_start(settings)
+    done, source = train.find_start(settings)
+    train.check_start(done, source, settings)
     return argparse.Namespace(words=words, settings=settings, out=Path(settings.out), done=done)
 
 
@@ -174,8 +171,9 @@ def run_all(todo, jobs, folder):
             left = len(waiting) + len(running)
             ended = len(todo) - left
             seconds_each = (time.monotonic() - begin) / ended
-            minutes = seconds_each * left / 60
-            say(f'[{ended}/{len(todo)}, about {minutes:.0f} min left] {run.out.name}: {last_line(run.log)}')
+            minutes_left = seconds_each * left / 60
+            progress = f'[{ended}/{len(todo)}, about {minutes_left:.0f} min left]'
+            train.say(f'{progress} {run.out.name}: {last_line(run.log)}')
 
     stop(running)
     for number, handler in handlers.items():
@@ -197,21 +195,22 @@ def main(argv=None):
     folder = common_folder(runs)
     check_comparable(runs, folder)
     todo = [run for run in runs if not run.done]
-    say(f'{len(todo)} of {len(runs)} runs to do in {folder}, the others are done')
+    train.say(f'{len(todo)} of {len(runs)} runs to do in {folder}, the others are done')
     if args.check:
         return
 
     (folder / 'logs').mkdir(parents=True, exist_ok=True)
     signals = run_all(todo, args.jobs, folder)
     if signals:
-        say('stopped; the same command goes on')
+        train.say('stopped; the same command goes on')
         sys.exit(128 + signals[0])  # as a shell says what a signal has ended
 
     not_done = [run.out.name for run in todo if not (run.out / 'result.json').exists()]
-    say(f'{len(todo) - len(not_done)} of {len(todo)} runs are done now; the models in {folder} are measured')
+    names = ' '.join(not_done)
+    train.say(f'all have ended, not done: {names or "none"}; models are measured now')
     analyze.main([str(folder)])
     if not_done:
-        sys.exit(f'not done; the same command goes on with {" ".join(not_done)}; see {folder}/logs')
+        sys.exit(f'not done, see {folder}/logs; the same command goes on: {names}')
 
 
 if __name__ == '__main__':
