@@ -369,7 +369,7 @@ def make_shards(paths, meta, args):
         name = 'val_000000' if i == 0 else f'train_{i - 1:06d}'
         path = f'{args.out}/{args.source}_{name}.bin'
         header = np.array([20240520, 1, len(tokens)] + [0] * 253, '<i4')
-        save(header.tobytes() + tokens.astype('<u2').tobytes(), path)
+        save(np.concatenate([header.view('<u2'), tokens]).tobytes(), path)
         yield path, position
 
 
