@@ -11,6 +11,7 @@ of train.py. meta.json says how the shards were made, where the next one begins 
 that the command asks for is there ("done").
 """
 import argparse
+import fcntl
 import fnmatch
 import glob
 import hashlib
@@ -26,7 +27,7 @@ import numpy as np
 import pyarrow.parquet
 import tiktoken
 
-from train import SHARD, check, lock_folder, number, read_json, read_shard, save, shard_length
+from train import SHARD, check, number, read_json, read_shard, save, shard_length
 
 # Of local files the first HELD_OUT tokens of every STRETCH tokens are for val.
 HELD_OUT = 5_000
@@ -394,6 +395,25 @@ def stretches_in_both(val, shard):
 
 
 # -------- what is there already, and the loop that goes on from there
+def wait_for_folder(path):
+    """
+    Makes a folder, waits until no other process writes shards in there, and locks it for this one until the
+    file that this returns is closed.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+        lock = open(f'{path}/.lock', 'a')
+    except OSError as error:
+        check(False, f'--out={path} cannot be written: {error.strerror}')
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f'{path} is in use by another process: waiting for it', flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
 def settings_of_shards(args, paths):
     """What the shards depend on, as meta.json has it: a command with other settings is refused."""
     others = ('out', 'tokens', 'workers')
@@ -482,7 +502,7 @@ def main(argv=None):
     settings = settings_of_shards(args, paths)
     meta = read_meta(settings, args)
     if not is_done(meta, args):
-        with lock_folder(args.out, wait=True):
+        with wait_for_folder(args.out):
             meta = read_meta(settings, args)  # while this process waited, another may have gone on
             if not is_done(meta, args):
                 write_shards(paths, meta, args)
