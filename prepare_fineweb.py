@@ -81,14 +81,18 @@ def resolve_args(args):
 # -------- files
 def golden_order(items):
     """
-    Items in an order of which any beginning is spread evenly over all of them. A command reads only as many
-    files as --tokens needs, and neighbours in a list of files are often alike.
+    The items in another order: the first n of them, for any n, are spread evenly over all. A command reads
+    only as many files as --tokens needs, and neighbours in a list of files are often alike.
 
-    Item i is sorted by the fractional part of i / (golden ratio). Those with the smallest fractional parts
-    come first, and they lie at almost equal distances in the list: 0, 5, 2, 4, 1, 6, 3 for seven items.
+    Item i is sorted by the fractional part of i / 1.618..., the golden ratio. The items whose fractional
+    parts are small, and which therefore come first, lie at nearly equal distances: seven items have the order
+    0, 5, 2, 4, 1, 6, 3.
     """
-    keys = [i * (5**0.5 - 1) / 2 % 1 for i in range(len(items))]
-    return [items[i] for i in sorted(range(len(items)), key=keys.__getitem__)]
+    def fractional_part(i):
+        return i * (5**0.5 - 1) / 2 % 1  # (sqrt(5) - 1) / 2 is 1 / 1.618...
+
+    order = sorted(range(len(items)), key=fractional_part)
+    return [items[i] for i in order]
 
 
 def local_files(pattern):
@@ -154,11 +158,12 @@ def published_shards(name, revision):
 
 def refuse_offline(what, error):
     """Ends the program in a line that says what needs no network."""
-    check(False, f'{what} cannot be downloaded ({error!r}); without a network use --source=stdlib or '
-                 '--source=local, with --tokenizer=bytes or chars')
+    check(False, f'{what} cannot be downloaded. Without a network, use --source=stdlib or --source=local '
+                 f'with --tokenizer=bytes or chars. {error!r}')
 
 
-# -------- documents
+# -------- documents: tuples (file, row, text), where `file` is the number of the file in a list of paths, and
+# `row` that of the document in the file
 def file_rows(path):
     """The documents of a local or hf:// file: rows, lines, or what <|endoftext|> separates in a text."""
     if path.endswith('.parquet'):
@@ -187,7 +192,7 @@ def file_rows(path):
 
 
 def read_texts(paths, first_file=0, first_row=0):
-    """Yields (file number, row, text) of all documents that are not empty, from a row of a file on."""
+    """Yields the documents (file, row, text) that are not empty, from a row of a file on."""
     for file in range(first_file, len(paths)):
         row = 0
         try:
@@ -201,7 +206,8 @@ def read_texts(paths, first_file=0, first_row=0):
             raise ValueError(f'{paths[file]}, row {row}: {error!r}') from error
 
 
-# -------- tokens
+# -------- tokens: documents become tuples (file, row, before, tokens), where `before` is the number of tokens
+# in all documents before this one, and tokens is (n,) uint16
 VOCAB_SIZES = {'gpt2': 50257, 'bytes': 257, 'chars': 64}
 
 # The 63 most frequent characters of Python's standard library. Token 63 is every other byte, and end-of-text.
@@ -239,7 +245,7 @@ def load_encoder(name):
 
 
 def batches(documents):
-    """Lists of the documents (file, row, text) that are held at a time: 1,024, or 8 million characters."""
+    """Yields lists of documents to hold at a time: 1,024, or fewer that have 8 million characters."""
     batch = []
     n_characters = 0
     for document in documents:
@@ -253,10 +259,7 @@ def batches(documents):
 
 
 def tokenize(documents, encode, workers, before=0):
-    """
-    Documents (file, row, text) -> (file, row, before, tokens) of each: `before` is the number of tokens in
-    all documents before this one, and begins with that of the first.
-    """
+    """Documents (file, row, text) -> (file, row, before, tokens), from the first document's `before` on."""
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers free the GIL
         for batch in batches(documents):
             encoded = pool.map(encode, [text for _, _, text in batch])
@@ -268,33 +271,34 @@ def tokenize(documents, encode, workers, before=0):
 # -------- shards
 def is_held_out(before, n, val_tokens):
     """
-    Which of the n tokens of a local document are for val, (n,) bool, with `before` tokens in all documents
+    Which of the n tokens of a local document are for val, (n,) bool. `before` tokens are in the documents
     before it.
 
-    Local files are often sorted by topic or by date, so val is not their beginning. All tokens of all files
-    are numbered from 0 and divided into stretches of 50,000, and the first 5,000 of each are held out, until
-    val_tokens have been. Whether a token is for val depends on its number alone, so a command that resumes
-    in the middle of the files decides as the first one did.
+    The tokens of all documents are numbered from 0 and divided into stretches of 50,000. The first 5,000 of
+    each stretch are for val, until there are val_tokens. So val has something of everything, although files
+    are often sorted by topic or date. And as nothing counts but a token's number, a command that resumes in
+    the middle of the files decides as the first one did.
     """
     held_out = np.zeros(n, bool)
     first_stretch = before // STRETCH
     last_stretch = (before + n - 1) // STRETCH
     for stretch in range(first_stretch, last_stretch + 1):
-        still_wanted = val_tokens - stretch * HELD_OUT  # each earlier stretch has given HELD_OUT tokens
-        start = stretch * STRETCH - before  # in this document, or before its beginning
-        end = start + min(HELD_OUT, max(still_wanted, 0))
+        n_wanted = val_tokens - stretch * HELD_OUT  # each stretch before this one has HELD_OUT tokens for val
+        n_held_out = min(HELD_OUT, max(n_wanted, 0))
+        start = stretch * STRETCH - before  # counted from the beginning of this document
+        end = start + n_held_out
         held_out[max(start, 0):max(end, 0)] = True
     return held_out
 
 
 def drop_held_out(documents, val_tokens):
-    """Documents (file, row, before, tokens) without the tokens that are for val."""
+    """Local documents without the tokens that are for val."""
     for file, row, before, tokens in documents:
         yield file, row, before, tokens[~is_held_out(before, len(tokens), val_tokens)]
 
 
 def hold_out(documents, val_tokens):
-    """The val shard of local documents (file, row, before, tokens), and whether nothing else is in them."""
+    """The val shard of local documents, tokens (n,), and {'exhausted': whether they have no other tokens}."""
     parts = [np.zeros(0, np.uint16)]
     n_val = 0
     n_train = 0
@@ -318,22 +322,23 @@ def train_sizes(tokens_left, shard_tokens):
 
 def cut_shards(documents, sizes, used):
     """
-    Cuts documents (file, row, before, tokens) into shards of the given sizes. `used` tokens of the first
-    document are in earlier shards. Yields the tokens (n,) uint16 of each shard, and the position in the texts
-    at which the next one starts, or {'exhausted': True} if the texts end with it.
+    Cuts documents into shards of the given sizes; `used` tokens of the first document are in earlier shards.
+    Yields the tokens (n,) of each shard, and the position in the texts at which the next one starts, or
+    {'exhausted': True} if the texts end with it.
     """
     size = next(sizes)
-    parts = []
-    n = 0
+    parts = []  # of this shard
+    n = 0  # tokens in these parts
     for file, row, before, tokens in documents:
         while used < len(tokens):
-            if n == size:  # the shard is full, and there is a token that it does not have
+            if n == size:  # the shard is full, and the next one has a first token
                 yield np.concatenate(parts), {'file': file, 'row': row, 'before': before, 'used': used}
                 size = next(sizes, None)
                 if size is None:
                     return
                 parts = []
                 n = 0
+
             part = tokens[used:used + size - n]
             parts.append(part)
             n += len(part)
@@ -343,39 +348,46 @@ def cut_shards(documents, sizes, used):
 
 
 def make_shards(paths, meta, args):
-    """Writes the shards of texts that are missing. Yields the path of each, and where the next one starts."""
+    """Writes the shards that are missing. Yields the path of each, and the position of the next one."""
     encode = load_encoder(args.tokenizer)
     texts = read_texts(paths, meta['file'], meta['row'])
     documents = tokenize(texts, encode, args.workers, meta['before'])
     sizes = train_sizes(args.tokens - meta['tokens'], args.shard_tokens)
+    val_is_missing = meta['shards'] == 0
 
     if args.source == 'local':
         documents = drop_held_out(documents, args.val_tokens)
         shards = cut_shards(documents, sizes, meta['used'])
-        if meta['shards'] == 0:  # val needs a pass of its own over the files
-            val_shard = hold_out(tokenize(read_texts(paths), encode, args.workers), args.val_tokens)
+        if val_is_missing:  # it needs a pass of its own over the files
+            all_documents = tokenize(read_texts(paths), encode, args.workers)
+            val_shard = hold_out(all_documents, args.val_tokens)
             shards = itertools.chain([val_shard], shards)
     else:
-        if meta['shards'] == 0:  # val has the first tokens
+        if val_is_missing:  # it has the first tokens
             sizes = itertools.chain([args.val_tokens], sizes)
         shards = cut_shards(documents, sizes, meta['used'])
 
     for i, (tokens, position) in enumerate(shards, meta['shards']):
         if i == 0:
             check(not position.get('exhausted'), f'--val_tokens={args.val_tokens} leaves nothing to train on')
-        if args.source == 'local':  # a file that grew between the two passes would be in val and in train
+        if args.source == 'local':  # a file that grew between the two passes may be in val and in train
             check(describe(paths) == meta['found'],
                   f'files of {args.files} have changed while they were read; choose another --out')
 
         name = 'val_000000' if i == 0 else f'train_{i - 1:06d}'
         path = f'{args.out}/{args.source}_{name}.bin'
-        header = np.array([20240520, 1, len(tokens)] + [0] * 253, '<i4')
-        save(np.concatenate([header.view('<u2'), tokens]).tobytes(), path)
+        write_shard(tokens, path)
         yield path, position
 
 
+def write_shard(tokens, path):
+    """Writes tokens (n,) uint16 in the format of train.py."""
+    header = np.array([20240520, 1, len(tokens)] + [0] * 253, '<i4')
+    save(np.concatenate([header.view('<u2'), tokens]).tobytes(), path)
+
+
 def download_shards(paths, meta, args):
-    """Downloads the published shards that are missing. Yields the path of each, and where to go on."""
+    """Downloads the published shards that are missing. Yields the path of each, and what to add to meta."""
     from huggingface_hub import hf_hub_download
     for i in range(meta['shards'], len(paths)):
         # the hub's client resumes a download that was cut short
@@ -416,8 +428,9 @@ def wait_for_folder(path):
 
 def settings_of_shards(args, paths):
     """What the shards depend on, as meta.json has it: a command with other settings is refused."""
-    others = ('out', 'tokens', 'workers')
-    settings = {name: value for name, value in vars(args).items() if name not in others}
+    settings = dict(vars(args))
+    for name in ('out', 'tokens', 'workers'):
+        del settings[name]
     settings['vocab_size'] = VOCAB_SIZES[args.tokenizer]
     if args.source == 'local':
         settings['found'] = describe(paths)
@@ -426,8 +439,10 @@ def settings_of_shards(args, paths):
 
 
 def read_meta(settings, args):
-    """meta.json of the folder, or one that begins. Refuses shards that were made with other settings."""
-    meta = {**settings, 'shards': 0, 'tokens': 0, 'file': 0, 'row': 0, 'before': 0, 'used': 0}
+    """What meta.json has, or will have at first. Refuses shards that were made with other settings."""
+    progress = {'shards': 0, 'tokens': 0}  # val and train shards, tokens to train on
+    position = {'file': 0, 'row': 0, 'before': 0, 'used': 0}  # of the next shard, see cut_shards
+    meta = {**settings, **progress, **position}
     path = f'{args.out}/meta.json'
     if glob.glob(SHARD.format('*'), root_dir=args.out):
         saved = read_json(path)
@@ -443,24 +458,26 @@ def is_done(meta, args):
 
 
 def share_done(meta, n_files, args):
-    """The share of the work that is done. Texts may end before they have --tokens."""
+    """The share of the work that is done, by its tokens or by its files: texts may end before --tokens."""
     return max(meta['tokens'] / args.tokens, meta['file'] / n_files)
 
 
 def write_shards(paths, meta, args):
-    """The loop: a shard, meta.json, a line. It can be killed anywhere, and goes on from meta.json."""
-    meta_path = f'{args.out}/meta.json'
+    """The loop: a shard, meta.json, a line. If it is killed, the same command goes on from meta.json."""
     if args.source == 'fineweb':
         paths, meta['revision'] = fineweb_files(args.name, meta.get('revision'))
     if args.source == 'pretokenized':
         paths, meta['revision'] = published_shards(args.name, meta.get('revision'))
     meta['done'] = False
-    save(meta, meta_path)  # all later shards are of the same commit
+    save(meta, f'{args.out}/meta.json')  # so that all shards are of the same commit
 
-    make = download_shards if args.source == 'pretokenized' else make_shards
+    if args.source == 'pretokenized':
+        shards = download_shards(paths, meta, args)
+    else:
+        shards = make_shards(paths, meta, args)
     begin = time.monotonic()
     share_at_begin = share_done(meta, len(paths), args)
-    for path, position in make(paths, meta, args):
+    for path, position in shards:
         n = shard_length(path)
         is_val = meta['shards'] == 0
         meta['shards'] += 1
@@ -468,15 +485,16 @@ def write_shards(paths, meta, args):
             meta['tokens'] += n
         meta.update(position)
         meta['done'] = is_done(meta, args)
-        save(meta, meta_path)
+        save(meta, f'{args.out}/meta.json')
 
-        words = f'{path}: {n:,} tokens ({args.tokenizer})'
-        words += f'; {meta["tokens"]:,} of at most {args.tokens:,} to train on'
+        line = f'{path}: {n:,} tokens ({args.tokenizer})'
+        line += f'; {meta["tokens"]:,} of at most {args.tokens:,} to train on'
         share = share_done(meta, len(paths), args)
         if share > share_at_begin and not meta['done']:
-            seconds_left = (time.monotonic() - begin) * (1 - share) / (share - share_at_begin)
-            words += f', {seconds_left / 60:.0f} min left'
-        print(words, flush=True)
+            seconds = time.monotonic() - begin
+            seconds_left = seconds * (1 - share) / (share - share_at_begin)
+            line += f', {seconds_left / 60:.0f} min left'
+        print(line, flush=True)
 
         # Duplicates are common in texts of one's own, and the loss on a text that was trained on is too low.
         if args.source == 'local' and not is_val:
@@ -488,9 +506,11 @@ def write_shards(paths, meta, args):
 
 
 def main(argv=None):
-    """Makes the shards that the flags ask for, or those that are missing."""
+    """Makes the shards that the flags ask for, or those of them that are missing."""
     args = resolve_args(parser.parse_args(argv))
-    paths = []  # a hub is asked later, if anything is missing
+
+    # what the shards depend on; a hub is asked only if any are missing
+    paths = []
     if args.source == 'local':
         paths = golden_order(local_files(args.files))
     if args.source == 'stdlib':
@@ -498,8 +518,9 @@ def main(argv=None):
         if args.val_tokens == parser.get_default('val_tokens'):  # a small Python: half
             n_bytes = sum(os.path.getsize(path) for path in paths)
             args.val_tokens = min(args.val_tokens, n_bytes // 2)
-
     settings = settings_of_shards(args, paths)
+
+    # what is there already
     meta = read_meta(settings, args)
     if not is_done(meta, args):
         with wait_for_folder(args.out):
