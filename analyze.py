@@ -532,14 +532,6 @@ def read_curves(path):
     return pd.DataFrame(columns=['run', 'step'])
 
 
-def wait_for(out):
-    """Makes the folder `out` and locks it while this process lives: tasks of an array may all end at once."""
-    out.mkdir(parents=True, exist_ok=True)
-    lock = open(out / '.lock', 'a')
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
 # -------- which runs are compared: a mark rests upon the runs of the figure or table that shows it, no others
 def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
@@ -689,8 +681,20 @@ def lowest_lrs(values):
     return best
 
 
+def lines_on_left_out(runs):
+    """[a line that names these runs, of a size and tying, whose rate or seed LRS is not computed of], or []."""
+    if runs.empty:
+        return []
+    names = []
+    for (variant, lr), of_seeds in runs.groupby(['variant', 'lr'], sort=False):
+        names.append(f'{variant} at η = {lr:g} (seed {" ".join(map(as_text, of_seeds.seed))})')
+    place = f'{runs["size"].iloc[0]}, {report.TYING[runs.weight_tying.iloc[0]]}'
+    return [f'Not in the LRS of {place}, as most others lack the rate or seed, or this seed lacks a rate: '
+            f'{"; ".join(names)}.']
+
+
 def lrs_of_line(line):
-    """The runs of a line of a table -> rows of learning_rate_sensitivity, and a line on what is left out."""
+    """The runs of a line of a table -> rows of learning_rate_sensitivity, and lines_on_left_out."""
     selected = select_for_lrs(line)
     is_compared = selected.note == ''
     marks = behind(selected[is_compared])
@@ -716,14 +720,7 @@ def lrs_of_line(line):
     best = lowest_lrs(values)
     for row in rows:
         row['lowest'] = row['variant'] in best
-
-    left_out = []
-    for (variant, seed), runs in line.drop(selected.index).groupby(['variant', 'seed'], sort=False):
-        left_out.append(f'{variant}, seed {seed:.0f}, at η = {" ".join(map("{:g}".format, runs.lr))}')
-    if not left_out:
-        return rows, []
-    place = f'{line["size"].iloc[0]}, {report.TYING[line.weight_tying.iloc[0]]}'
-    return rows, [f'Not in the LRS of {place}, as others lack it or have more: {"; ".join(left_out)}.']
+    return rows, lines_on_left_out(line.drop(selected.index))
 
 
 def learning_rate_sensitivity(runs, line=METHODS_LINE):
@@ -843,22 +840,8 @@ def write_figures(figures, folder):
         save(figure['png'], f'{folder}/{figure["name"]}.png')
 
 
-def main(argv=None):
-    """Reads, compares and draws what the command line names."""
-    args = parser.parse_args(argv)
-    check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
-    out = Path(args.out or default_out(args))
-    if args.runs:
-        finished, others, curves, lines = read_sweep(args.runs)
-        _lock = wait_for(out)
-        runs = measure_sweep(finished, curves, out, lines)
-        everything = pd.concat([runs, others])
-    else:
-        runs, lines = read_runs(args.results)
-        everything = runs
-        curves = read_curves(Path(args.results).with_name('curves.csv'))
-        _lock = wait_for(out)
-
+def write_analysis(runs, others, curves, lines, out):
+    """Compares and draws runs, writes lrs.csv, tables, figures and the page into `out`, and prints it."""
     methods, several, left_out = compare(runs)
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
     write_csv(out / 'lrs.csv', lrs.drop(columns=NOT_IN_CSV))
@@ -867,7 +850,7 @@ def main(argv=None):
     tables = report.make_tables(runs.assign(behind=behind(runs)), methods, several, own_statistics)
     save(report.markdown(tables).encode(), f'{out}/tables.md')
 
-    figures = draw(runs, everything, curves)
+    figures = draw(runs, pd.concat([runs, others]), curves)
     write_figures(figures, out / 'figures')
 
     headlines = report.headlines(methods, lowest_losses(runs))
@@ -878,6 +861,26 @@ def main(argv=None):
 
     print(report.plain(tables[:-1]))
     print(*headlines, *lines, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+
+
+def main(argv=None):
+    """Reads and refuses, then measures and writes what the command line names."""
+    args = parser.parse_args(argv)
+    check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
+    if args.runs:
+        runs, others, curves, lines = read_sweep(args.runs)
+    else:
+        runs, lines = read_runs(args.results)
+        others = runs[:0]
+        curves = read_curves(Path(args.results).with_name('curves.csv'))
+
+    out = Path(args.out or default_out(args))
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / '.lock', 'a') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tasks of an array may end at once: each waits for the one before
+        if args.runs:
+            runs = measure_sweep(runs, curves, out, lines)
+        write_analysis(runs, others, curves, lines, out)
 
 
 if __name__ == '__main__':
