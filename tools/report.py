@@ -272,19 +272,20 @@ def draw_lines(ax, rows, y):
     width = dict(zip(variants, widths(len(variants)), strict=True))
     for (_, variant), part in rows.groupby(['size', 'variant'], sort=False):
         look = part.iloc[0]
-        rates = sorted(part.lr.unique())
-        seeds = [part[part.lr == lr] for lr in rates]
+        seeds = [runs for _, runs in part.groupby('lr')]
+        rates = np.array([runs.lr.iloc[0] for runs in seeds])
         means = np.array([mean_of_compared(runs, y) for runs in seeds])
-        faces = [face(runs.behind.max(), look.color) for runs in seeds]
+        faces = np.array([face(runs.behind.max(), look.color) for runs in seeds])
         lowest = np.clip([runs[y].min() for runs in seeds], low, high)
         highest = np.clip([runs[y].max() for runs in seeds], low, high)
 
-        ax.plot(rates, means.clip(low, high), linestyle=look.dash, color=look.color, linewidth=width[variant])
+        shown = means.clip(low, high)
+        ax.plot(rates, shown, linestyle=look.dash, color=look.color, linewidth=width[variant])
         ax.vlines(rates, lowest, highest, color=look.color, linewidth=0.8)
-        markers = np.where(means > high, '^', np.where(means < low, 'v', look.marker))
-        for lr, mean, marker, color in zip(rates, means.clip(low, high), markers, faces, strict=True):
-            ax.scatter(lr, mean, 25, marker=str(marker), edgecolors=[look.color], linewidths=1, zorder=3,
-                       facecolors=[color], clip_on=False)
+        inside = shown == means
+        for marker, some in ((look.marker, inside), ('^', means > high), ('v', means < low)):
+            ax.scatter(rates[some], shown[some], 25, marker=marker, edgecolors=[look.color], linewidths=1,
+                       zorder=3, facecolors=faces[some], clip_on=False)
     ax.set(xlabel=LABELS['lr'], ylabel=LABELS.get(y))
     label_rates(ax, sorted(rows.lr.unique()))
 
