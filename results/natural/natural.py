@@ -163,9 +163,9 @@ def run(table, arm, words):
 
 
 # -------- the runs
-def sweep(**environment):
+def sweep(grid='laptop', **environment):
     """The commands of sweep.sh, as lists of train.py's words."""
-    listed = subprocess.run(['bash', 'sweep.sh', 'laptop'], env={**os.environ, 'DRY_RUN': '1', **environment},
+    listed = subprocess.run(['bash', 'sweep.sh', grid], env={**os.environ, 'DRY_RUN': '1', **environment},
                             capture_output=True, text=True, check=True)
     commands = [line.split() for line in listed.stdout.splitlines()]
     return [words[words.index('train.py') + 1:] for words in commands]
@@ -249,6 +249,10 @@ def list_runs():
     for seed in SEEDS:
         for arm, flags in CAUSES.items():
             add('cause', arm, one(arm, flags, seed))
+
+    # the demo
+    for words in sweep('demo', SEEDS='1 2 3 4 5'):
+        add('demo', 'fp32 logits' if words[-1].endswith('-fp32head') else '', words)
 
     # 257 bytes in 320 rows, and 64 characters in more than 64 rows
     for seed in SEEDS:

@@ -91,6 +91,17 @@ def arms_table(table, columns):
     return markdown(lines, ['', *columns])
 
 
+def demo_table():
+    """The test loss of the demo's four runs, by seed."""
+    rows = read_grid('demo')
+    seeds = sorted(rows.seed.unique())
+    lines = []
+    for name in SHOWN:
+        losses = rows[rows.name == name].set_index('seed').test_loss
+        lines.append([name, *(f'{losses[seed]:.2f}' for seed in seeds)])
+    return markdown(lines, ['', *(f'seed {seed}' for seed in seeds)])
+
+
 CAUSE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), '‖μ‖': ('mu_norm', 0)}
 RARE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
         'weighted by frequency': ('logit_mean_f', 0)}
@@ -154,6 +165,7 @@ TABLES = {
     'quick': lambda: grid_table('quick', [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]),
     'tied': lambda: grid_table('quick', [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1], tying=1),
     'sign': sign_table,
+    'demo': demo_table,
     'cause': lambda: arms_table('cause', CAUSE),
     'cause_0.3': lambda: arms_table('cause_0.3', CAUSE),
     'evaluation': evaluation_table,
