@@ -46,12 +46,12 @@ def array(corpus, tmp_path):
     """
     submitted = []
 
-    def submit(names, *flags, steps=3000):  # some 10 seconds
-        run = ['python train.py', *SMALL, '--log_every=100', '--ckpt_every=0', '--eval_every=0',
+    def submit(names, *flags, steps=3000, launch='python'):  # some 10 seconds
+        run = [launch, 'train.py', *SMALL, '--log_every=100', '--ckpt_every=0', '--eval_every=0',
                f'--steps={steps}', f'--data={corpus}']
         lines = [' '.join([*run, f'--out={tmp_path}/out/{name}']) for name in names]
         Path(tmp_path, 'runs.txt').write_text('\n'.join(lines) + '\n')
-        task = call('sbatch', '--parsable', '--gpus=0', '--cpus-per-task=1', '--time=10', *flags,
+        task = call('sbatch', '--parsable', '--gpus-per-node=0', '--cpus-per-task=1', '--time=10', *flags,
                     f'--array=1-{len(names)}', f'--output={tmp_path}/%a.log',
                     'tools/slurm.sh', f'{tmp_path}/runs.txt').strip()
         submitted.append(task)
@@ -113,14 +113,15 @@ def test_requeue(array, tmp_path):
 
 def test_time_limit(array, tmp_path):
     """Slurm's signal before the limit: the task requeues itself, and no other task of the array."""
-    task = array(['a', 'b'], '--time=1', '--signal=B:USR1@45', steps=8000)
-    call('scontrol', 'update', f'JobId={task}_2', 'TimeLimit=10')
+    task = array(['a', 'b'], '--time=60', '--signal=B:USR1@480', steps=8000)  # after 52 minutes
+    wait_until(lambda: has_begun(tmp_path / 'out/a'))
+    call('scontrol', 'update', f'JobId={task}_1', 'TimeLimit=8')  # now
     wait_until(lambda: of_task(f'{task}_1', 'Restarts') == '1')
     wait_until(lambda: of_task(f'{task}_1', 'JobState') == 'PENDING')
-    call('scontrol', 'update', f'JobId={task}_1', 'TimeLimit=10', 'StartTime=now')
+    call('scontrol', 'update', f'JobId={task}_1', 'TimeLimit=20', 'StartTime=now')
     wait_for_results(tmp_path / 'out/a', tmp_path / 'out/b')
     first, second = starts(tmp_path / '1.log')
-    assert first == 0 and second > 0
+    assert first == 0 and second >= 300
     assert starts(tmp_path / '2.log') == [0]
     assert_same_run(tmp_path / 'out/a', tmp_path / 'out/b')
 
@@ -136,3 +137,16 @@ def test_scancel(array, tmp_path):
     wait_for_results(tmp_path / 'out/a', tmp_path / 'out/b')
     assert starts(tmp_path / '1.log')[1] >= 300
     assert_same_run(tmp_path / 'out/a', tmp_path / 'out/b')
+
+
+def test_several_nodes(array, tmp_path):
+    """A run with a torchrun in each of two nodes, which are one here: all save at the signal and go on."""
+    task = array(['a'], '--ntasks=2', launch='torchrun --standalone --nproc_per_node=1')
+    wait_until(lambda: has_begun(tmp_path / 'out/a'))
+    call('scancel', '--signal=USR1', '--batch', f'{task}_1')
+    wait_until(lambda: of_task(f'{task}_1', 'JobState') == 'PENDING')
+    call('scontrol', 'update', f'JobId={task}_1', 'StartTime=now')
+    wait_for_results(tmp_path / 'out/a')
+    first, second = starts(tmp_path / '1.log')
+    assert first == 0 and second >= 300
+    assert [line['step'] for line in log_of(tmp_path / 'out/a')] == [0, 1, *range(100, 3001, 100), 3000]
