@@ -614,6 +614,13 @@ NOT_IN_CSV = ['setting', 'rounding', 'note', 'lowest']
 MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
 
 
+def usual_rates(runs):
+    """The learning rates that most have: each variant's share of seeds with it is over a half on average."""
+    n_seeds = runs.groupby('variant').seed.transform('nunique')
+    shares = (1 / n_seeds).groupby(runs.lr).sum() / runs.variant.nunique()
+    return [lr for lr, share in shares.items() if share > 0.5 + 1e-9]
+
+
 def seeds_with(runs, rates):
     """The seeds of a variant's runs that have all of these learning rates; none if there are no rates."""
     return [seed for seed, of_seed in runs.groupby('seed') if rates and set(rates) <= set(of_seed.lr)]
@@ -622,35 +629,31 @@ def seeds_with(runs, rates):
 def select_for_lrs(line):
     """
     The runs of a line of a table -> those that LRS is computed of, with a `note`. It is '' of variants that
-    are compared: they have the learning rates and the seeds that most variants have, and no others are used.
-    Of the rest it says which rates or seeds they are computed of instead.
+    are compared: they have the learning rates and the seeds that most have, and no others are used. Of the
+    rest it says which rates or seeds they are computed of instead.
     """
-    own_rates = {}  # of each variant: those that most of its seeds have
-    for variant, runs in line.groupby('variant', sort=False):
-        own_rates[variant] = in_most([set(of_seed.lr) for _, of_seed in runs.groupby('seed')])
-    rates = in_most([set(own) for own in own_rates.values()])
+    line = line[line.groupby('variant').lr.transform('nunique') > 1]
+    rates = usual_rates(line)
     if len(rates) < report.MIN_RATES:
         rates = []  # too few to compare by
-
-    whole = {}  # the seeds of each variant that have all rates
-    for variant, runs in line.groupby('variant', sort=False):
-        whole[variant] = seeds_with(runs, rates)
+    whole = {variant: seeds_with(runs, rates) for variant, runs in line.groupby('variant')}
     seeds = in_most([set(own) for own in whole.values() if own])
 
     selected = [line[:0].assign(note='')]
     for variant, runs in line.groupby('variant', sort=False):
-        if whole[variant] and seeds and set(seeds) <= set(whole[variant]):
-            part = runs[runs.lr.isin(rates) & runs.seed.isin(seeds)]
+        own_rates, own_seeds = rates, whole[variant]
+        if not own_seeds:
+            own_rates = usual_rates(runs)
+            own_seeds = seeds_with(runs, own_rates)
+            note = f' ({len(own_rates)} lr)'
+        elif seeds and set(seeds) <= set(own_seeds):
+            own_seeds = seeds
             note = ''
-        elif whole[variant]:
-            part = runs[runs.lr.isin(rates) & runs.seed.isin(whole[variant])]
-            note = f' (seed {" ".join(map(as_text, whole[variant]))})'
         else:
-            seeds_of_own = seeds_with(runs, own_rates[variant])
-            part = runs[runs.lr.isin(own_rates[variant]) & runs.seed.isin(seeds_of_own)]
-            note = f' ({len(own_rates[variant])} lr)'
-        if part.lr.nunique() > 1:
-            selected.append(part.assign(note=note))
+            note = f' (seed {" ".join(map(as_text, own_seeds))})'
+        if len(own_rates) > 1:
+            used = runs.lr.isin(own_rates) & runs.seed.isin(own_seeds)
+            selected.append(runs[used].assign(note=note))
     return pd.concat(selected)
 
 
@@ -853,7 +856,7 @@ def write_analysis(runs, others, curves, lines, out):
     figures = draw(runs, pd.concat([runs, others]), curves)
     write_figures(figures, out / 'figures')
 
-    headlines = report.headlines(methods, lowest_losses(runs))
+    headlines = report.headlines(methods, several, lowest_losses(runs))
     lines = [*lines_on_rounding(runs), *lines_on_largest_mean(runs), *report.describe(runs),
              *lines_on_names(runs), *left_out, *lines]
     items = [*tables[:-1], *figures, tables[-1]]  # the table of all runs is the last

@@ -159,13 +159,19 @@ def run_table(runs, own_statistics):
     return dict(title='All runs', rows=cells, caption=caption)
 
 
+AT_DEFAULT = 'Methods are compared at their default λ, where they ran with it.'
+
+
 def make_tables(runs, methods, several, own_statistics):
     """All tables that there are data for, of runs and lrs.csv. The last, of all runs, is always there."""
     tables = []
     for tying, word in TYING.items():
         title = f'Learning rate sensitivity (LRS), {word}'
-        tables.append(lrs_table(methods[methods.weight_tying == tying], 'variant', title))
         of_tying = several[several.weight_tying == tying].sort_values('lam', kind='stable')
+        of_methods = lrs_table(methods[methods.weight_tying == tying], 'variant', title)
+        if of_methods and len(of_tying):
+            of_methods['caption'] += f' {AT_DEFAULT}'
+        tables.append(of_methods)
         for (method, *flags), rows in of_tying.groupby(['method', 'setting', 'rounding'], sort=False):
             name = f'{title}, of {NAMES.get(method, method)}{"".join(flags)} for several λ'
             tables.append(lrs_table(rows.assign(lam=rows.lam.map('{:g}'.format)), 'lam', name))
@@ -247,7 +253,9 @@ def label_rates(ax, rates):
 
 def widths(n, widest=2.4):
     """Widths of n lines that may lie on each other: from the widest, which is drawn first, to 1."""
-    return np.linspace(widest, 1.0, n) if n > 1 else [1.2]
+    if n == 1:
+        return [1.2]
+    return np.linspace(widest, 1.0, n)
 
 
 def mean_of_compared(runs, y):
@@ -323,23 +331,27 @@ def finished(name, place, figure):
 
 # -------- figures against the learning rate
 def against_lr(rows, columns):
-    """A figure with a panel for each column, against the learning rate, or None without data."""
-    rows = rows.dropna(subset=columns, how='all')
-    if rows.lr.nunique() < 2:
+    """A figure with a panel for each column that has values, against the learning rate, or None without."""
+    # the model of a run that was not finite is of its last checkpoint, of step 0 even
+    shown = {column: rows[rows[column].notna() & rows.test_loss.notna()] for column in columns}
+    if 'capped_loss' in columns:
+        shown['capped_loss'] = rows[rows.capped_loss.notna()]
+    columns = [column for column in columns if shown[column].lr.nunique() > 1]
+    if not columns:
         return None
+
     figure, axes = plt.subplots(math.ceil(len(columns) / 2), min(len(columns), 2), squeeze=False)
     figure.set_size_inches(7.5, 1.2 + 2.7 * len(axes))
-    for ax, column in zip(axes.flat, columns, strict=True):
-        shown = rows.dropna(subset=column)
-        if column != 'capped_loss':
-            # the model of a run that was not finite is of its last checkpoint, of step 0 even
-            shown = shown[shown.test_loss.notna()]
-        draw_lines(ax, shown, column)
+    for ax in axes.flat[len(columns):]:
+        ax.set_visible(False)
+    for ax, column in zip(axes.flat, columns, strict=False):
+        draw_lines(ax, shown[column], column)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         elif column != 'capped_loss':
-            stretch(ax, shown[column].clip(*limits_of(shown[column], column)))
-    legend(figure, rows)
+            values = shown[column][column]
+            stretch(ax, values.clip(*limits_of(values, column)))
+    legend(figure, pd.concat(shown.values()))
     return figure
 
 
@@ -403,10 +415,10 @@ DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_siz
              'final_gain', 'cap', 'dtype', 'logits_dtype', 'device']
 
 
-def headlines(lrs, lowest):
+def headlines(lrs, several, lowest):
     """
-    Rows of learning_rate_sensitivity for methods, and of lowest_losses -> a line for each size and tying:
-    where the test loss is lowest, and which method depends least on the learning rate.
+    Rows of learning_rate_sensitivity for methods and for several λ, and of lowest_losses -> a line for each
+    size and tying: where the test loss is lowest, and which method depends least on the learning rate.
     """
     lines = []
     for best in lowest.itertuples(index=False):
@@ -419,8 +431,11 @@ def headlines(lrs, lowest):
             line += f'; {lrs_in_words(rows)}'
         lines.append(line + '.')
     if lrs.n_rates.max() >= MIN_RATES:
-        lines.append('LRS, the learning rate sensitivity, says how much the test loss depends on the '
-                     'learning rate, and not how low it is.')
+        explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the learning '
+                     'rate, and not how low it is.')
+        if len(several):
+            explained += f' {AT_DEFAULT}'
+        lines.append(explained)
     return lines
 
 
