@@ -164,8 +164,8 @@ def read_pieces(pattern):
 # -------- the numbers
 def bf16_cost(mean, spread):
     """
-    What BF16 logits cost in nats, by the estimate of results/mean_logit, which holds up to means of 2,048. The
-    positions' mean logits are taken to be normal, with this mean and standard deviation `spread`.
+    What BF16 logits cost in nats, by the estimate of results/mean_logit, which holds up to means of 2,048.
+    The positions' mean logits are taken to be normal, with this mean and standard deviation `spread`.
 
     BF16 keeps 8 significant bits, so the logits around a mean m are s = 2^(floor(log2 |m|) - 7) apart. Their
     rounding errors are uniform in +-s/2, and log Z grows by log of the mean of exp(error), which is
@@ -266,8 +266,8 @@ def verdict(row):
     # centering takes mu . h off each logit: where rare tokens have other embeddings, that is not enough
     left = row['logit_mean_f'] - row['logit_mean']
     if row['cap'] == 'none' and abs(left) >= LARGE:
-        advice += (f' After centering, the mean logit would be {left:.0f} with each token weighted by how often '
-                   'it occurs; with a μ that is weighted in the same way it would be 0.')
+        advice += (f' After centering, the mean logit would be {left:.0f} with each token weighted by how '
+                   'often it occurs; with a μ that is weighted in the same way it would be 0.')
     return f'{facts}; mean logit {row["logit_mean"]:.3g} ± {row["logit_mean_spread"]:.2g}. {advice}'
 
 
