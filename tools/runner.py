@@ -29,7 +29,8 @@ def read_run(line):
     run = train.resolve_args(train.parser.parse_args(words[words.index('train.py') + 1:]), processes)
     train.check(run.device == 'cpu' or run.processes <= torch.cuda.device_count(), f'too few GPUs: {line}')
     run.data_fingerprint = train.fingerprint(train.open_data(run))
-    run.done, _ = train.find_start(run)
+    run.done, source = train.find_start(run)
+    train.check_start(run.done, source, run)
     run.words, run.out = words, Path(run.out)
     return run
 
