@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow.parquet
 import tiktoken
 
-from train import SHARD, check, number, read_json, read_shard, save, shard_length
+from train import SHARD, check, integer, read_json, read_shard, save, shard_length
 
 # Of local files the first HELD_OUT tokens of every STRETCH tokens are for val.
 HELD_OUT = 5_000
@@ -38,9 +38,9 @@ DATASETS = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'} 
 
 # -------- settings
 def count(text):
-    """An argparse type: a whole number of at least 1, which may be written 13.2e9."""
-    value = number(text)
-    if not isinstance(value, int) or value < 1:
+    """An argparse type: an integer of at least 1, which may be written 13.2e9."""
+    value = integer(text)
+    if value < 1:
         raise ValueError
     return value
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
 from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
-from train import check, number
+from train import check, integer
 
 try:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,7 +52,7 @@ parser = argparse.ArgumentParser('python -m tools.hf', description=__doc__, allo
 add = parser.add_argument
 add('models', nargs='+', metavar='MODEL', help='a folder, NAME or NAME@REVISION')
 add('--text', type=os.path.expanduser, help='like --files of prepare_fineweb.py (default: the stdlib)')
-add('--positions', type=number, default=16384, help='how many to measure (16384); 0: E alone, no tokenizer')
+add('--positions', type=integer, default=16384, help='how many to measure (16384); 0: E alone, no tokenizer')
 add('--out', type=os.path.expanduser, help='a csv file to which a row for each model is added')
 
 
