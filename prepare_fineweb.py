@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow.parquet
 import tiktoken
 
-from train import SHARD, check, number, read_json, read_shard, save, shard_length
+from train import SHARD, check, integer, read_json, read_shard, save, shard_length
 
 # Of local files the first HELD_OUT tokens of every STRETCH tokens are for val.
 HELD_OUT = 5_000
@@ -38,9 +38,9 @@ DATASETS = {'fineweb': 'sample-100BT', 'pretokenized': 'kjj0/fineweb100B-gpt2'} 
 
 # -------- settings
 def count(text):
-    """An argparse type: a whole number of at least 1, which may be written 13.2e9."""
-    value = number(text)
-    if not isinstance(value, int) or value < 1:
+    """An argparse type: an integer of at least 1, which may be written 13.2e9."""
+    value = integer(text)
+    if value < 1:
         raise ValueError
     return value
 
@@ -69,7 +69,8 @@ def resolve_args(args):
         check(not args.files, '--files needs --source=local')
     if args.source == 'pretokenized':
         check(args.tokenizer == 'gpt2', f'--source=pretokenized has GPT-2 tokens, not {args.tokenizer}')
-    check(max(args.val_tokens, args.shard_tokens) < 2**31, 'a shard has less than 2^31 tokens')
+    check(max(args.val_tokens, args.shard_tokens) < 2**31,
+          '--val_tokens and --shard_tokens should be below 2^31')  # the header has int32
 
     if args.name is None:
         args.name = DATASETS.get(args.source)
@@ -209,8 +210,8 @@ def read_texts(paths, first_file=0, first_row=0):
 # -------- tokens: documents become tuples (file, row, before, tokens), where `before` is the number of tokens
 # in all documents before this one, and tokens is (n,) uint16
 VOCAB_SIZES = {'gpt2': 50257, 'bytes': 257, 'chars': 64}
-
-# The 63 most frequent characters of Python's standard library. Token 63 is every other byte, and end-of-text.
+# `bytes` has the bytes of UTF-8, and 256 for end-of-text. `chars` has the 63 most frequent characters of
+# Python's standard library, in this order, and 63 for every other byte and for end-of-text.
 CHARS = b' estaronil\nfcd._()pu,\'mh"g=b:0xEyTwk1-I#vAN2RLS\\Cq][OPFD3>M45*U'
 
 
@@ -255,11 +256,12 @@ def batches(documents):
             yield batch
             batch = []
             n_characters = 0
-    yield batch
+    if batch:
+        yield batch
 
 
 def tokenize(documents, encode, workers, before=0):
-    """Documents (file, row, text) -> (file, row, before, tokens), from the first document's `before` on."""
+    """Documents (file, row, text) -> (file, row, before, tokens). `before` tokens precede the first one."""
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers free the GIL
         for batch in batches(documents):
             encoded = pool.map(encode, [text for _, _, text in batch])
@@ -298,7 +300,7 @@ def drop_held_out(documents, val_tokens):
 
 
 def hold_out(documents, val_tokens):
-    """The val shard of local documents, tokens (n,), and {'exhausted': whether they have no other tokens}."""
+    """The val shard of local documents, tokens (n,), and {'exhausted': True} if there is nothing else."""
     parts = [np.zeros(0, np.uint16)]
     n_val = 0
     n_train = 0

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
 from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
-from train import check, number
+from train import check, integer
 
 try:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,7 +52,7 @@ parser = argparse.ArgumentParser('python -m tools.hf', description=__doc__, allo
 add = parser.add_argument
 add('models', nargs='+', metavar='MODEL', help='a folder, NAME or NAME@REVISION')
 add('--text', type=os.path.expanduser, help='like --files of prepare_fineweb.py (default: the stdlib)')
-add('--positions', type=number, default=16384, help='how many to measure (16384); 0: E alone, no tokenizer')
+add('--positions', type=integer, default=16384, help='how many to measure (16384); 0: E alone, no tokenizer')
 add('--out', type=os.path.expanduser, help='a csv file to which a row for each model is added')
 
 
@@ -79,11 +79,13 @@ def check_head(model, name):
     """Refuses a head that does anything but h -> E h, with E a matrix of floating numbers in memory."""
     head = model.get_output_embeddings()
     kind = str(head).splitlines()[0]
+
     # quantised weights are in a Linear or a Parameter of another class, or in another dtype
     is_plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter
     is_floating = is_plain and head.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
     check(is_floating and head.bias is None,
           f'{name}: its head is not a floating matrix E without a bias, but {kind}')
+
     # accelerate's hooks replace `forward`, and leave the weights on the disk or on the meta device
     is_placed = 'forward' not in vars(head) and not head.weight.is_meta
     check(is_placed, f'{name}: its head {kind} is under a device_map, or its forward is replaced')
@@ -147,7 +149,7 @@ def read_windows(model, tokenizer, pattern, n):
             break
 
     starts = range(0, len(tokens) - n_text + 1, n_text)[:n_windows]
-    check(starts, f'--text={pattern}: has fewer than {n_text} tokens')
+    check(starts, f'--text={pattern} has fewer than {n_text} tokens')
     return torch.tensor([bos + tokens[start:start + n_text] for start in starts])
 
 
@@ -162,13 +164,16 @@ def read_pieces(pattern):
 # -------- the numbers
 def bf16_cost(mean, spread):
     """
-    What BF16 logits cost in nats at mean logits N(mean, spread) up to 2,048, after results/mean_logit: logits
-    of a spacing s have rounding errors that are uniform in +-s/2, and the log of the mean of exp(error) is
+    What BF16 logits cost in nats, by the estimate of results/mean_logit, which holds up to means of 2,048.
+    The positions' mean logits are taken to be normal, with this mean and standard deviation `spread`.
+
+    BF16 keeps 8 significant bits, so the logits around a mean m are s = 2^(floor(log2 |m|) - 7) apart. Their
+    rounding errors are uniform in +-s/2, and log Z grows by log of the mean of exp(error), which is
     log(sinh(s/2) / (s/2)).
     """
-    normal = torch.special.ndtri((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
-    size = (mean + spread * normal).abs().clamp(1e-3)
-    half = 2 ** (size.log2().floor() - 8)  # s / 2; BF16 keeps 8 significant bits
+    quantiles = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    means = mean + spread * torch.special.ndtri(quantiles)
+    half = 2 ** (means.abs().clamp(1e-3).log2().floor() - 8)  # s / 2
     return (half.sinh() / half).log().mean().item()
 
 
@@ -178,20 +183,22 @@ def measure_text(model, E, cap, windows):
              'fp32': GPTConfig(cap=cap, logits_dtype='float32'),
              'bf16_centered': GPTConfig(cap=cap, logits_dtype='bfloat16', head_mode='centered_head')}
     counts = torch.bincount(windows[:, 1:].flatten(), minlength=len(E)).float()
-    mu_f = counts @ E / counts.sum()
+    mu_f = counts @ E / counts.sum()  # the mean of e, weighted by how often each token occurs
     n = max(1, 2**25 // len(E))  # positions at a time: no N x V tensor is over 128 MB
 
     parts = []
     for window in tqdm(windows, unit='windows', disable=None):  # None: no bar in a file
         states, _ = states_and_logits(model, window[None, :-1], E)
         for h, targets in zip(states.split(n), window[1:].split(n), strict=True):
-            part = {**centering_ratios(h, E), 'logit_mean_f': h @ mu_f}
+            part = {}  # numbers (n,) of these positions
             for name, config in heads.items():
                 logits = head_logits(h, E, config)
                 _, stats = head_loss(logits, targets, config, with_stats=name == 'bf16')
                 part[name] = stats.pop('loss')
-                del stats['reg']
+                del stats['reg']  # 0
                 part.update(stats)
+            part['logit_mean_f'] = h @ mu_f
+            part.update(centering_ratios(h, E))
             parts.append(part)
 
     numbers = summarize(concatenate(parts), E)
@@ -256,10 +263,11 @@ def verdict(row):
         after = nats(row['bf16_centered'] - row['fp32'])
         advice = f'{cost}: serve and train with (e_i - μ) · h, and they cost {after}.'
 
-    left = row['logit_mean_f'] - row['logit_mean']  # centering takes mu . h off each logit
+    # centering takes mu . h off each logit: where rare tokens have other embeddings, that is not enough
+    left = row['logit_mean_f'] - row['logit_mean']
     if row['cap'] == 'none' and abs(left) >= LARGE:
-        advice += (f' Tokens weighted by how often they occur, centering leaves a mean logit of {left:.0f}; '
-                   'with a μ that is weighted in the same way it leaves 0.')
+        advice += (f' After centering, the mean logit would be {left:.0f} with each token weighted by how '
+                   'often it occurs; with a μ that is weighted in the same way it would be 0.')
     return f'{facts}; mean logit {row["logit_mean"]:.3g} ± {row["logit_mean_spread"]:.2g}. {advice}'
 
 
@@ -276,6 +284,7 @@ def read_rows(path):
 def main(argv=None):
     """Measures the models, prints what they say, and then their numbers."""
     args = parser.parse_args(argv)
+    check(args.positions >= 0, f'--positions={args.positions} should not be negative')
     earlier = read_rows(args.out) if args.out else []
     rows = []
     for name in args.models:
