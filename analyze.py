@@ -685,14 +685,18 @@ def lowest_lrs(values):
 
 
 def lines_on_left_out(runs):
-    """[a line that names these runs, of a size and tying, whose rate or seed LRS is not computed of], or []."""
+    """[a line that names these runs, of a size and tying, which LRS is not computed of], or []."""
     if runs.empty:
         return []
+    seeds_of = {}  # of a variant, and learning rates that it leaves out
+    for (variant, seed), of_seed in runs.groupby(['variant', 'seed'], sort=False):
+        rates = ' '.join(map('{:g}'.format, of_seed.lr))
+        seeds_of.setdefault((variant, rates), []).append(as_text(seed))
     names = []
-    for (variant, lr), of_seeds in runs.groupby(['variant', 'lr'], sort=False):
-        names.append(f'{variant} at η = {lr:g} (seed {" ".join(map(as_text, of_seeds.seed))})')
+    for (variant, rates), seeds in seeds_of.items():
+        names.append(f'{variant} at η = {rates} (seed {" ".join(seeds)})')
     place = f'{runs["size"].iloc[0]}, {report.TYING[runs.weight_tying.iloc[0]]}'
-    return [f'Not in the LRS of {place}, as most others lack the rate or seed, or this seed lacks a rate: '
+    return [f'Not in the LRS of {place}, as the seed lacks a rate, or others lack the rate or seed: '
             f'{"; ".join(names)}.']
 
 
@@ -782,7 +786,7 @@ def lines_on_rounding(runs):
 
 
 def lines_on_names(runs):
-    """[a line that says what a run has whose name does not name a flag that others name], or []."""
+    """[a line that says what runs have whose names leave out a flag that other names have], or []."""
     meant = []
     for flag in IN_NAMES:
         named = (runs.setting + ' ').str.contains(f', {flag} ', regex=False)
@@ -791,7 +795,7 @@ def lines_on_names(runs):
             meant.append(f'{flag} {" or ".join(sorted(values)) or as_text(FLAGS[flag]) or "none"}')
     if not meant:
         return []
-    return [f'Names that do not say otherwise: {"; ".join(meant)}.']
+    return [f'Runs whose name does not say otherwise have {"; ".join(meant)}.']
 
 
 # -------- the program

@@ -107,17 +107,20 @@ def lrs_table(lrs, column, title):
         return None
     cells = {(run.size, getattr(run, column)): lrs_cell(run) for run in lrs.itertuples(index=False)}
     caption = (
-        'Lower is better, in nats: how far the test losses at n learning rates lie above the lowest of them, '
-        'summed / (n - 1)')
+        'Lower is better. In nats: how far the test losses at n learning rates lie above the lowest of them, '
+        'summed / (n - 1), where a loss that is not finite, or above the one at initialisation, counts as '
+        'that one.')
     if lrs.seeds.max() > 1:
-        caption += '; means over seeds [lowest, highest]'
-    caption += '. The cells of a line are compared: they are of the same learning rates and seeds'
-    for rates, rows in lrs[lrs.note == ''].groupby('rates', sort=False):
-        caption += f'; {", ".join(rows["size"].unique())}: {rates}'
+        caption += ' Means over seeds [lowest, highest].'
+    compared = lrs[lrs.note == '']
+    of_sizes = []
+    for rates, rows in compared.groupby('rates', sort=False):
+        of_sizes.append(f'{", ".join(rows["size"].unique())}: {rates}')
     caption += (
-        '. Bold: the lowest, if no other has a seed as low as its highest. Underlined: within 1% of the '
-        'lowest test loss at every learning rate.')
-    if (lrs.note != '').any():
+        f' The cells of a line are compared, over the same seeds and learning rates ({"; ".join(of_sizes)}). '
+        'Bold: the lowest, if no other has a seed as low as its highest. Underlined: within 1% of the lowest '
+        'test loss at every learning rate.')
+    if len(compared) < len(lrs):
         caption += ' (n lr), (seed ...): not compared, as it is of these learning rates or seeds alone.'
     if '-' in cells.values() or len(cells) < lrs['size'].nunique() * lrs[column].nunique():
         caption += ' -: no runs, or nothing was learned.'
@@ -183,13 +186,14 @@ def make_tables(runs, methods, several, own_statistics):
 FILLED = (
     'Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is drawn as '
     'that one. Filled: what the paper calls diverged, which is over 1% above the lowest point of its size '
-    'and learning rate here, or not finite.')
+    'and learning rate here, or not finite. Grey: alone there, or without the seeds of the others. '
+    'Triangles lie above the axis.')
 FIGURES = {  # title, caption
     'summary': ('Test loss and mean logit, three methods', f'Of the first size. {FILLED}'),
     'loss': ('Test loss against learning rate', f"{FILLED} (The paper's Figures 2 and 9)"),
     'statistics': ('Mean embedding and logits against learning rate', (
         'Means over positions and seeds, without runs whose test loss is not finite. Filled: as in the '
-        'figure of the test loss. (Figure 4)')),
+        'figure of the test loss. Triangles lie below the axis. (Figure 4)')),
     'fact_3': ('What centering would change in the baseline', (
         'r_emb: the norm of an embedding minus μ, divided by that without. r_cos, r_log: likewise the '
         'largest |cosine| with h, and |logit|. Below 1, the dotted line, centering lowers it. Means over '
@@ -197,9 +201,9 @@ FIGURES = {  # title, caption
         '(Figure 5)')),
     'rounding': ('What rounding does', (
         'Runs that differ in the dtype of the logits alone, and the others of their learning rate.')),
-    'training': ('Training curves', 'As logged, at most 1,000 lines of a log.')}
-EDGE = 'Triangles lie beyond the axis.'
-EQUAL = 'Earlier lines are wider, so that those under others are seen.'
+    'training': ('Training curves', (
+        'As logged, at most 1,000 lines of a log. The first lines are the widest, so that they are seen '
+        'under others. A line at the edge of a panel lies beyond it.'))}
 SOFTWARE = 'analyze.py'  # what the figures say of themselves
 
 plt.switch_backend('agg')  # files alone, no windows
@@ -208,15 +212,21 @@ plt.rcParams.update({
     'axes.spines.top': False, 'axes.spines.right': False, 'figure.dpi': 160})
 
 
-def limits_of(values, column):
+def limits_of(rows, column):
     """
-    The lowest and the highest of these values that an axis shows, so that a few do not flatten the others:
-    losses up to four times the range of nine in ten; of what is never negative, as |mu|, all above 0.001.
+    The lowest and the highest value of a column that an axis shows, so that a few do not flatten the others.
+    Of test losses it shows the medians over seeds, and a tenth more, but for runs that learned nothing; of
+    training losses four times the range of nine in ten; of what is never negative, as |mu|, all above 0.001.
     """
-    if column in ('capped_loss', 'loss'):
-        lowest = values.min()
-        usual = values.quantile(0.9) - lowest
-        return lowest, lowest + max(4 * usual, 0.1 * lowest)
+    values = rows[column]
+    if column == 'capped_loss':
+        medians = rows.groupby(['size', 'variant', 'lr'])[['capped_loss', 'init_loss']].median()
+        learned = medians[~(medians.capped_loss >= medians.init_loss - 0.1)]
+        highest = learned.capped_loss.max() if len(learned) else values.max()
+        return values.min(), values.min() + 1.1 * (highest - values.min())
+    if column == 'loss':
+        usual = values.quantile(0.9) - values.min()
+        return values.min(), values.min() + max(4 * usual, 0.1 * values.min())
     if values.min() >= 0 and values.max() > 1e-3:
         return values[values > 1e-3].min() / 2, math.inf
     return -math.inf, math.inf
@@ -275,7 +285,7 @@ def face(behind, color):
 
 def draw_lines(ax, rows, y):
     """y over lr, a line for each size and variant: means over the seeds, bars to the lowest and highest."""
-    low, high = limits_of(rows[y], y)
+    low, high = limits_of(rows, y)
     variants = rows.variant.unique()
     width = dict(zip(variants, widths(len(variants)), strict=True))
     for (_, variant), part in rows.groupby(['size', 'variant'], sort=False):
@@ -349,8 +359,7 @@ def against_lr(rows, columns):
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         elif column != 'capped_loss':
-            values = shown[column][column]
-            stretch(ax, values.clip(*limits_of(values, column)))
+            stretch(ax, shown[column][column].clip(*limits_of(shown[column], column)))
     legend(figure, pd.concat(shown.values()))
     return figure
 
@@ -382,13 +391,13 @@ def against_step(rows, curves, columns):
     figure, axes = plt.subplots(math.ceil(len(columns) / 3), min(len(columns), 3), sharex=True, squeeze=False)
     figure.set_size_inches(10, 3.2 * len(axes))
     for ax, column in zip(axes.flat, columns, strict=True):
-        values = pd.concat([curves[run][column] for run in rows.run])
-        limits = limits_of(values, column)
+        everything = pd.concat([curves[run] for run in rows.run])
+        limits = limits_of(everything, column)
         for run, width in zip(rows.itertuples(), widths(len(rows), 3.0), strict=True):
             curve = curves[run.run].dropna(subset=column)
             ax.plot(curve.step, curve[column].clip(*limits), color=run.color, linewidth=width,
                     label=run.variant)
-        stretch(ax, values.clip(*limits))
+        stretch(ax, everything[column].clip(*limits))
         ax.set(title=LABELS[column], xlabel='step')
     handles = {line.get_label(): line for line in axes[0, 0].lines}
     figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
@@ -431,8 +440,8 @@ def headlines(lrs, several, lowest):
             line += f'; {lrs_in_words(rows)}'
         lines.append(line + '.')
     if lrs.n_rates.max() >= MIN_RATES:
-        explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the learning '
-                     'rate, and not how low it is.')
+        explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the '
+                     'learning rate, and not how low it is.')
         if len(several):
             explained += f' {AT_DEFAULT}'
         lines.append(explained)
@@ -446,7 +455,7 @@ def lrs_in_words(rows):
     if len(best):
         text = f'the lowest LRS is {best.lrs_n1.iloc[0]:.3f}, of {" and ".join(best.variant)}'
     elif len(compared) > 1:
-        text = 'no LRS is the lowest, as ranges of seeds overlap'
+        text = 'no LRS is clearly the lowest, as ranges over seeds overlap'
     elif len(compared) == 1:
         text = f'LRS is {compared.lrs_n1.iloc[0]:.3f}, of {compared.variant.iloc[0]}'
     else:
@@ -472,7 +481,10 @@ def describe(runs):
     if runs.steps.max() < 10_000:
         lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = runs.groupby([*PLACE, 'variant'], sort=False).seed.nunique()
-    few = list(dict.fromkeys(name for *_, name in seeds.index[seeds < 3]))
+    few = []
+    for variant, counts in seeds.groupby('variant', sort=False):
+        if counts.min() < 3:
+            few.append(variant if counts.max() < 3 else f'{variant} at some learning rates')
     if few:
         lines.append(f'With fewer than three seeds a difference may be chance: {"; ".join(few)}.')
     return lines
@@ -481,9 +493,12 @@ def describe(runs):
 # -------- the pages
 STYLE = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
-  .headline { font-weight: bold; } img { max-width: 100%; } div { overflow-x: auto; }
+  .headline { font-weight: bold; } img { max-width: 100%; }
+  div { overflow: auto; max-height: 80vh; }  /* a table scrolls in itself: both its bars are in sight */
   td, th { padding: .1rem .3rem; text-align: right; font-size: .75rem; white-space: nowrap; }
+  th { position: sticky; top: 0; background: white; }
   td:first-child, th:first-child { position: sticky; left: 0; background: white; text-align: left; }
+  th:first-child { z-index: 1; }
 </style>'''
 
 
