@@ -10,10 +10,12 @@ vocabulary; lrs.csv; and what tools/report.py draws. Symbols are model.py's; a s
 e*_i = e_i - mu. Losses are in nats per token.
 """
 import argparse
+import fcntl
 import hashlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -33,28 +35,35 @@ TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 # -------- the quantities of Section 3
 def norm_ratios(E):
-    """r_emb = |e*_i| / |e_i| of each token, (V,), or fewer: rows of zeros, such as padding, have no ratio."""
+    """E (V, H) -> r_emb = |e*_i| / |e_i| of each token, (V,); rows of zeros, such as padding, have none."""
     norms = E.norm(dim=1)
-    return ((E - E.mean(dim=0)).norm(dim=1) / norms)[norms > 0]
+    norms_centered = (E - E.mean(dim=0)).norm(dim=1)
+    return (norms_centered / norms)[norms > 0]
+
+
+def largest_product(h, X):
+    """h (N, H), X (V, H) -> max_i |x_i . h| of each position, (N,), without a copy of the products."""
+    return torch.linalg.vector_norm(h @ X.T, ord=math.inf, dim=1).clamp_min(TINY)
 
 
 def centering_ratios(h, E):
-    """h, E -> (N,) each, uncapped: r_log = max |l*_i| / max |l_i| (Eq. 11); r_cos; and cos(mu, h)."""
-    def largest(X):  # max |x_i . h|, without a copy of the logits
-        return torch.linalg.vector_norm(h @ X.T, ord=math.inf, dim=1).clamp_min(TINY)
-
+    """h (N, H), E (V, H) -> (N,) each: r_log = max |l*_i| / max |l_i| (Eq. 11, no cap), r_cos, cos(mu, h)."""
     mu = E.mean(dim=0)
-    star = E - mu  # next to a large mean the difference of the logits, l_i - mu . h, would lose its digits
-    unit, unit_star = (F.normalize(X, dim=1, eps=TINY) for X in (E, star))  # |h| cancels in r_cos
-    return {'r_log': largest(star) / largest(E),
-            'r_cos': largest(unit_star) / largest(unit),
-            'cos_mu_h': F.cosine_similarity(h, mu[None], eps=TINY)}
+    E_star = E - mu  # next to a large mean, the difference of the logits l_i - mu . h would lose its digits
+    units = F.normalize(E, dim=1, eps=TINY)  # |h| cancels in r_cos
+    units_star = F.normalize(E_star, dim=1, eps=TINY)
+    return {
+        'r_log': largest_product(h, E_star) / largest_product(h, E),
+        'r_cos': largest_product(h, units_star) / largest_product(h, units),
+        'cos_mu_h': F.cosine_similarity(h, mu[None], eps=TINY),
+    }
 
 
 def measure_embeddings(E):
     """What can be measured from E (V, H) alone: |mu|, the mean's share V |mu|^2 / |E|_F^2, and r_emb."""
-    mu, r_emb = E.mean(dim=0), norm_ratios(E).double().mean()
+    mu = E.mean(dim=0)
     share = len(E) * mu.square().sum() / E.square().sum()
+    r_emb = norm_ratios(E).double().mean()
     return {'mu_norm': mu.norm().item(), 'mean_share': share.item(), 'r_emb': r_emb.item()}
 
 
@@ -64,54 +73,94 @@ def concatenate(parts):
 
 
 @torch.no_grad()
-def measure_model(gpt, windows):
+def measure_positions(gpt, windows):
     """
-    A GPT and test windows (n, T + 1) int64 -> `numbers` for results.csv, `distributions` over positions or
-    the vocabulary. r_log, r_cos, cos_mu_h are of e_i . h alone, all else of the model's own logits.
+    A GPT and test windows (n, T + 1) int64 -> a dict of statistics of each position, (n T,) each: those of
+    head_loss and of centering_ratios, and cross_entropy. The three of centering_ratios are of e_i . h alone,
+    the others of the model's own logits.
     """
-    E, parts, bare = gpt.eval().E, [], 0.0
+    gpt.eval()
+    E = gpt.E
+    parts = []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
         _, stats = gpt(tokens, targets)
+        del stats['reg']  # of the training loss alone
+
         # cross entropy anew: a fork may have put another loss into head_loss of model.py
-        bare += F.cross_entropy(gpt.logits(tokens).flatten(0, 1), targets.flatten(), reduction='sum').item()
+        logits = gpt.logits(tokens).flatten(0, 1)
+        stats['cross_entropy'] = F.cross_entropy(logits, targets.flatten(), reduction='none')
+
         h = gpt.hidden(tokens).flatten(0, 1).float()
         parts.append({**stats, **centering_ratios(h, E.float())})
-    stats = {**concatenate(parts), 'r_emb': norm_ratios(E).double().cpu()}
-    del stats['reg']  # of the training loss alone
-    distributions = {}  # of distributions.csv: count, mean, std, quartiles, extrema and two shares
-    for name, values in stats.items():
-        x = pd.Series(values.numpy())
-        distributions[name] = {**x.describe(), 'below_1': (x < 1).mean(), 'above_0': (x > 0).mean()}
+    return concatenate(parts)
+
+
+def describe_values(values):
+    """Values (N,) -> a row of distributions.csv: count, mean, std, quartiles, extrema and two shares."""
+    x = pd.Series(values.numpy())
+    return {**x.describe(), 'below_1': (x < 1).mean(), 'above_0': (x > 0).mean()}
+
+
+def measure_model(gpt, windows):
+    """
+    A GPT and test windows (n, T + 1) int64 -> `numbers`, a dict of floats for results.csv, and
+    `distributions`, a dict of describe_values, over the positions or, of r_emb, over the vocabulary.
+    """
+    E = gpt.E.detach()
+    stats = measure_positions(gpt, windows)
+    cross_entropy = stats.pop('cross_entropy').mean().item()
+    stats['r_emb'] = norm_ratios(E).double().cpu()
+    distributions = {name: describe_values(values) for name, values in stats.items()}
+
     # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token; NaN if no r_cos is below 1
     r_log = stats['r_log'][stats['r_cos'] < 1]
-    numbers = {**summarize(stats, E), **measure_embeddings(E),
-               **{f'{name}_below_1': distributions[name]['below_1'] for name in ('r_emb', 'r_cos')},
-               'r_log_below_1_too': (r_log < 1).double().mean().item(),
-               'cross_entropy': bare / windows[:, 1:].numel()}
+    numbers = {
+        **summarize(stats, E),
+        **measure_embeddings(E),
+        'r_emb_below_1': distributions['r_emb']['below_1'],
+        'r_cos_below_1': distributions['r_cos']['below_1'],
+        'r_log_below_1_too': (r_log < 1).double().mean().item(),
+        'cross_entropy': cross_entropy,
+    }
     return {'numbers': numbers, 'distributions': distributions}
 
 
 # -------- a run's folder
+def load_model(path, run_id):
+    """The GPT of a run's .pt file, on the GPU if there is one, and its config. Raises for another run's."""
+    saved = train.read_checkpoint(str(path))
+    config = saved['config']
+    if config['run_id'] != run_id:
+        raise ValueError(f'{path.name} is of another run: its run_id differs from that of config.json')
+    gpt = GPT(gpt_config(config)).to('cuda' if torch.cuda.is_available() else 'cpu')
+    gpt.load_state_dict(saved['model'])
+    return gpt, config
+
+
+def load_windows(config, folder):
+    """The test windows (n, T + 1) int64 of a run, by its config. Raises if `folder` has other shards."""
+    data = train.open_data(argparse.Namespace(**{**config, 'data': folder}))  # [train, test]
+    if train.fingerprint(data) != config['data_fingerprint']:
+        raise ValueError(f'{folder} does not hold the shards of the training')
+    test = data[1]
+    ids = test.evenly_spaced(min(POSITIONS, config['test_tokens']))
+    return torch.from_numpy(test[ids])
+
+
 def measure_run(folder):
     """measure_model of a finished run, kept in its folder until model.pt changes. Raises for other data."""
     path = folder / 'model.pt'
-    settings, kept = read_json(folder / 'config.json'), read_json(folder / STATISTICS)
+    settings = read_json(folder / 'config.json')
+    kept = read_json(folder / STATISTICS)
     model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    if kept.get('run_id') == settings['run_id'] and (model_hash is None or model_hash == kept['model']):
+    same_model = model_hash is None or model_hash == kept.get('model')  # None: too large to be copied along
+    if kept.get('run_id') == settings['run_id'] and same_model:
         return kept
-    saved = train.read_checkpoint(str(path))
-    config = saved['config']  # of the training; `settings` knows where the data are now
-    if config['run_id'] != settings['run_id']:
-        raise ValueError('model.pt is of another run: its run_id differs from that of config.json')
-    gpt = GPT(gpt_config(config)).to('cuda' if torch.cuda.is_available() else 'cpu')
-    gpt.load_state_dict(saved['model'])
-    data = train.open_data(argparse.Namespace(**{**config, 'data': settings['data']}))  # [train, test]
-    if train.fingerprint(data) != config['data_fingerprint']:
-        raise ValueError(f'{settings["data"]} does not hold the shards of the training')
-    ids = data[1].evenly_spaced(min(POSITIONS, config['test_tokens']))  # of windows
-    measured = {'model': model_hash, 'run_id': settings['run_id'],
-                **measure_model(gpt, torch.from_numpy(data[1][ids]))}
+
+    gpt, config = load_model(path, settings['run_id'])
+    windows = load_windows(config, settings['data'])  # config.json knows where the data are now
+    measured = {'model': model_hash, 'run_id': settings['run_id'], **measure_model(gpt, windows)}
     if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
         save(measured, f'{folder}/{STATISTICS}')
     return measured
@@ -120,89 +169,158 @@ def measure_run(folder):
 # -------- what a run is: the columns of results.csv
 RESULTS = '''
     run method size n_params weight_tying lam cap lr seed steps batch_size block_size vocab_size test_tokens
-    data_fingerprint dtype logits_dtype final_gain init_from init_loss test_loss model_step mu_norm mean_share
-    logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb r_cos r_log r_emb_below_1
-    r_cos_below_1 r_log_below_1_too train_seconds tokens_per_second device commit'''.split()
+    data_fingerprint dtype logits_dtype final_gain init_from init_loss test_loss model_step largest_rise
+    rise_step mu_norm mean_share logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb
+    r_cos r_log r_emb_below_1 r_cos_below_1 r_log_below_1_too train_seconds tokens_per_second device
+    commit'''.split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
-TEXTS = 'run method size data_fingerprint dtype logits_dtype init_from device commit'.split()
+TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device',
+         'commit']
 FLAGS = vars(train.parser.parse_args([]))  # {flag of train.py, which a fork may add to: its default}
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
 
 # Runs of one size and tying share these, or their losses could not be compared.
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
 # Any other flag that changes results is part of a name where runs differ in it, a fork's too.
-IN_NAMES = [flag for flag in FLAGS if flag not in {
-    *COMPARABLE, *train.MAY_CHANGE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed', 'log_every',
-    'eval_every', 'eval_tokens'}]
-ADDED = ['variant', 'setting', 'rounding', 'capped_loss']  # what `complete` adds; capped is min(L, L0)
-ROUNDING = ['logits_dtype']  # alone they change results by rounding only (Fact 2)
+NOT_IN_NAMES = {
+    *COMPARABLE, *train.MAY_CHANGE,
+    'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',  # have columns of their own
+    'log_every', 'eval_every', 'eval_tokens'}  # change what is logged alone
+IN_NAMES = [flag for flag in FLAGS if flag not in NOT_IN_NAMES]
+ADDED = ['variant', 'setting', 'rounding', 'capped_loss']  # the columns that `complete` adds
 
 
 def as_text(value):
     """A setting as names have it; '' if it is unknown or None."""
     if isinstance(value, str):
         return value
-    return '' if pd.isna(value) else f'{value:.12g}'
+    if pd.isna(value):
+        return ''
+    return f'{value:.12g}'
 
 
 def not_defaults(run):
     """A run's dict -> {flag of IN_NAMES: its value as text, or '' where that is such a run's default}."""
-    defaults = {**FLAGS, **SIZES.get(run['size'], {}), 'warmup': run['steps'] // 20}
-    defaults['cap'] = gpt_config({'method': run['method']}).cap if run['method'] in METHODS else None
-    values = {flag: as_text(run.get(flag)) for flag in IN_NAMES}
-    return {flag: '' if value == as_text(defaults[flag]) else value for flag, value in values.items()}
+    defaults = {**FLAGS, **SIZES.get(run['size'], {})}
+    defaults['warmup'] = run['steps'] // 20
+    defaults['cap'] = None
+    if run['method'] in METHODS:
+        defaults['cap'] = gpt_config({'method': run['method']}).cap
+
+    values = {}
+    for flag in IN_NAMES:
+        value = as_text(run.get(flag))
+        values[flag] = '' if value == as_text(defaults[flag]) else value
+    return values
 
 
-def name_runs(runs):
-    """
-    Adds each run's name, `variant`: its method, λ if not the default, and the flags in which runs of
-    a size and tying differ, where not the usual value: `rounding` has those of ROUNDING, `setting` the rest.
-    """
-    flags = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
-    runs = runs.assign(setting='', rounding='')
-    for flag, values in flags.items():
-        if values.groupby([runs['size'], runs.weight_tying]).nunique().max() == 1:
-            continue  # nobody needs to be told
-        usual = '' if (values == '').any() else values.mode()[0]  # the default, else the commonest
-        column = 'rounding' if flag in ROUNDING else 'setting'
-        runs[column] += (f', {flag} ' + values).where(values != usual, '')
-    runs['rounding'] = runs.rounding.str.replace('logits_dtype float32', 'fp32 logits')
-    lams = [f' λ={lam:g}' if lam >= 0 and lam != METHODS.get(method) else ''
-            for method, lam in zip(runs.method, runs.lam, strict=True)]
-    return runs.assign(variant=runs.method.replace(report.NAMES) + lams + runs.setting + runs.rounding)
+def default_lam(method):
+    """λ of a method that is given none; NaN if it has no λ or is not in METHODS."""
+    lam = METHODS.get(method)
+    return math.nan if lam is None else lam
+
+
+def fill_in(runs):
+    """Rows of settings and results -> all columns of RESULTS, of the right types, with known defaults."""
+    runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
+    runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
+    lines = [f'line {i}' for i in range(2, len(runs) + 2)]  # of a csv file, after its header
+    runs['run'] = runs.run.where(runs.run != '', lines)
+    runs['seed'] = runs.seed.fillna(0)
+
+    # λ of a method without one is what a tracker logs of every run: nothing reads it
+    lams = []
+    for method, lam in zip(runs.method, runs.lam, strict=True):
+        if method in METHODS and METHODS[method] is None:
+            lam = math.nan
+        elif pd.isna(lam):
+            lam = default_lam(method)
+        lams.append(lam)
+    runs['lam'] = lams
+
+    # of 0.1 + 0.2 and 0.3, one learning rate
+    runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)
+    # min(L, L0) of Eq. 21: a loss that is not finite counts as L0. There is no L0 with --init_from
+    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
+    return runs
 
 
 def refuse(wrong, message):
     """If there are runs `wrong`, ends the program: names the first of them and says what is wrong."""
-    check(wrong.empty, f'{"".join(wrong.run[:1])}: {message}')
+    if len(wrong):
+        check(False, f'{wrong.run.iloc[0]}: {message}')
+
+
+def check_values(runs):
+    """Refuses runs whose learning rate, tying or losses cannot be."""
+    refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
+    refuse(runs[~runs.weight_tying.isin([0, 1])], 'its weight_tying is neither 0 nor 1')
+    unknown_loss = runs.capped_loss.isna() & (runs.init_from == '')
+    refuse(runs[unknown_loss], 'a test_loss of nan needs an init_loss')
+
+
+def name_runs(runs):
+    """
+    Adds each run's name, `variant`: its method, λ if not the default, and the flags in which runs of a size
+    and tying differ, where not the usual value. `rounding` has logits_dtype, which alone changes results by
+    rounding only (Fact 2), `setting` the other flags.
+    """
+    flags = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
+    runs = runs.assign(setting='', rounding='')
+    for flag, values in flags.items():
+        n_values = values.groupby([runs['size'], runs.weight_tying]).nunique()
+        if n_values.max() == 1:
+            continue  # nobody needs to be told
+        usual = '' if (values == '').any() else values.mode()[0]  # the default, else the commonest
+        shown = (f', {flag} ' + values).where(values != usual, '')
+        if flag == 'logits_dtype':
+            runs['rounding'] = shown.str.replace('logits_dtype float32', 'fp32 logits')
+        else:
+            runs['setting'] += shown
+
+    variants = []
+    for run in runs.itertuples():
+        name = report.NAMES.get(run.method, run.method)
+        if not math.isnan(run.lam) and run.lam != default_lam(run.method):
+            name += f' λ={run.lam:g}'
+        variants.append(name + run.setting + run.rounding)
+    return runs.assign(variant=variants)
+
+
+def check_comparable(runs):
+    """Refuses runs whose losses cannot be compared with those of their size and tying, and doubles."""
+    for name in [*COMPARABLE, 'n_params']:
+        known = runs[runs[name].notna() & (runs[name] != '')]
+        by = ['size', 'weight_tying']
+        if name == 'n_params':
+            by.append('variant')
+        first = known.groupby(by)[name].transform('first')
+        refuse(known[known[name] != first],
+               f'its {name} differs from that of other runs of its size; analyse them apart')
+
+    doubles = runs.duplicated(['variant', *report.PLACE, 'seed'])  # PLACE: size, weight_tying, lr
+    refuse(runs[doubles], 'a second run of its method, size, lr and seed')
+
+
+def sort_runs(runs):
+    """Runs in the paper's order of tyings, sizes and methods, then others as they come."""
+    names = dict.fromkeys([*SIZES, *METHODS, *runs['size'], *runs.method])
+    place = {name: i for i, name in enumerate(names)}
+    keys = runs[['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']].copy()
+    keys['size'] = keys['size'].map(place)
+    keys['method'] = keys['method'].map(place)
+    order = keys.sort_values([*keys]).index
+    return runs.loc[order].reset_index(drop=True)
 
 
 def complete(runs):
     """Rows of settings and results -> named runs in order, with all of RESULTS, or a refusal."""
-    runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
-    runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
-    runs = runs.fillna({'seed': 0})
-    runs['run'] = runs.run.where(runs.run != '', [f'line {i}' for i in range(2, len(runs) + 2)])
-    runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)  # min(L, L0) of Eq. 21; no L0 if init_from
-    refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
-    refuse(runs[~runs.weight_tying.isin([0, 1])], 'its weight_tying is neither 0 nor 1')
-    refuse(runs[runs.capped_loss.isna() & (runs.init_from == '')], 'a test_loss of nan needs an init_loss')
+    runs = fill_in(runs)
+    check_values(runs)
     runs['weight_tying'] = runs.weight_tying.astype(int)
-    runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)  # 0.1 + 0.2 is 0.3
-    runs['lam'] = runs.lam.fillna(runs.method.map(METHODS).astype(float))
     runs = name_runs(runs)
-    for name in [*COMPARABLE, 'n_params']:
-        columns = ['size', 'weight_tying'] + (['variant'] if name == 'n_params' else [])
-        value = runs[name].where(runs[name] != '')  # an empty cell is unknown
-        first = value.groupby([runs[column] for column in columns]).transform('first')
-        refuse(runs[value.notna() & (value != first)],
-               f'its {name} differs from that of other runs of its size; analyse them apart')
-    refuse(runs[runs.duplicated(['variant', *report.PLACE, 'seed'])],  # PLACE: size, weight_tying, lr
-           'a second run of its method, size, lr and seed')
-    order = list(dict.fromkeys([*SIZES, *METHODS, *runs['size'], *runs.method]))  # then others
-    by = ['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']  # the paper's order
-    return runs.sort_values(by, ignore_index=True, key=lambda column: (
-        column.map(order.index) if column.name in ('size', 'method') else column))
+    check_comparable(runs)
+    return sort_runs(runs)
 
 
 # -------- csv files
@@ -213,9 +331,55 @@ def write_csv(path, rows, float_format=None):
 
 
 def differences(rows, columns):
+    """The names of those of `columns` in which rows differ, unknown values aside."""
+    differing = []
+    for name in columns:
+        if name in rows:
+            values = {as_text(value) for value in rows[name]}
+            if len(values - {''}) > 1:
+                differing.append(name)
+    return differing
+
+
+def lines_on_differences(rows, columns):
     """[a line that names those of `columns` in which rows differ, though no run's name shows it], or []."""
-    differ = [name for name in columns if len({*map(as_text, rows.get(name, []))} - {''}) > 1]
-    return [f'runs differ in {", ".join(differ)}, which names do not show'] if differ else []
+    differing = differences(rows, columns)
+    if not differing:
+        return []
+    return [f'runs differ in {", ".join(differing)}, which names do not show']
+
+
+def column_names(header):
+    """
+    The first row of a csv file -> its columns' names, as train.py has them. Exports of W&B, MLflow and
+    TensorBoard have them with a prefix; of two that would have one name, such as the config's lr and the last
+    lr of the log, the setting gets it.
+    """
+    written = [text.strip().lower() for text in header]
+    names = list(written)
+    for prefixes in ('config params hparams', 'summary metrics hparam'):  # settings first
+        for i, text in enumerate(written):
+            match = re.fullmatch(r'(\w+)[./](.*)', text)
+            if match and match[1] in prefixes.split() and match[2] not in names:
+                names[i] = match[2]
+    if 'run' not in names:
+        names = ['run' if name in ('name', 'tags.mlflow.runname') else name for name in names]
+    return names
+
+
+def read_text(path):
+    """A csv file -> its rows, all text, '' where a cell is empty. Refuses what is no table."""
+    try:
+        rows = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding='utf-8-sig')
+    except (OSError, ValueError) as error:  # no file, not UTF-8, or rows longer than the header: 3,55
+        check(False, f'{path}: {" ".join(str(error).split())}')
+    names = column_names(rows.iloc[0].fillna(''))
+    for name in names:
+        check(names.count(name) == 1 or name == '', f'{path}: has two columns {name}; one should go')
+    rows = rows.iloc[1:].set_axis(names, axis='columns').reset_index(drop=True)
+    rows = rows.drop(columns='', errors='ignore')  # the index of a DataFrame
+    rows = rows.fillna('').map(str.strip)
+    return rows.replace(['None', 'none', 'null'], '')
 
 
 def read_runs(path):
@@ -223,90 +387,159 @@ def read_runs(path):
     A csv of runs, see `complete` -> the runs, and lines on what names do not show. A column that neither
     RESULTS nor train.py's flags have is a fork's statistic if it has only numbers, else it is not read.
     """
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False)  # text alone, '' where a cell is empty
-    check(isinstance(rows.index, pd.RangeIndex), f'{path}: rows are longer than the header: a decimal 3,55?')
-    rows = rows.fillna('').map(str.strip).rename(columns=lambda name: name.strip().lower())
+    rows = read_text(path)
     missing = [name for name in REQUIRED if name not in rows]
     check(not missing, f'{path}: has no column {", ".join(missing)}; it needs {", ".join(REQUIRED)}')
-    check(len(rows) and all(rows.test_loss), f'{path}: has no runs, or an empty test_loss (nan: not finite)')
+    check(len(rows), f'{path}: has no runs')
+    check(all(rows.test_loss), f'{path}: has an empty test_loss: of a run that was not finite it should be '
+          'nan; a run that has not ended should go')
+
     texts = []
+    statistics = []
     for name in rows.columns.difference(TEXTS):
         cells = rows[name].str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
         values = pd.to_numeric(cells, errors='coerce').astype(float)
         wrong = rows[name][values.isna() & (cells != 'nan')]
-        check(wrong.empty or name not in RESULTS, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
         if wrong.empty:
             rows[name] = values.replace([math.inf, -math.inf], math.nan)
-        elif name not in FLAGS:
-            texts.append(name)
-    return complete(rows.drop(columns=texts)), differences(rows, ['commit', *texts])
+            if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE}:
+                statistics.append(name)
+        else:
+            check(name not in RESULTS, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
+            if name not in FLAGS:
+                texts.append(name)
+
+    lines = lines_on_differences(rows, ['commit', *texts])
+    differing = differences(rows, statistics)
+    if differing:
+        lines.append(f'{", ".join(differing)}: of no flag of train.py, so taken as statistics; runs that '
+                     'differ in them have the same name')
+    same = [name for name in statistics if name not in differing]  # which say nothing
+    return complete(rows.drop(columns=texts + same)), lines
 
 
-# -------- a sweep
+# -------- a sweep's folders
+def find_runs(folders):
+    """The folders with a config.json anywhere in `folders`, sorted, each once, through links too."""
+    found = []
+    seen = set()
+    for top in folders:
+        for folder, below, files in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                below.clear()  # a link back to a folder above it, or a folder that was given twice
+                continue
+            seen.add(real)
+            below.sort()  # so that of two links to a run always the same one is read
+            if 'config.json' in files:
+                found.append(Path(folder))
+    return sorted(found)
+
+
+def read_run(folder):
+    """A run's folder -> its row, a dict of settings and results, and its log, a list of records."""
+    settings = read_json(folder / 'config.json')
+    results = read_json(folder / 'result.json')
+    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    row = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
+    return {**row, 'finished': bool(results)}, log
+
+
+def thinned(log):
+    """At most some 1,000 records of a log, which are enough for a plot, and all of evaluations."""
+    every = math.ceil(len(log) / 1000)
+    return [record for i, record in enumerate(log) if i % every == 0 or 'loss' not in record]
+
+
 def read_folders(folders):
     """The runs anywhere in `folders`, a row each; their curves; lines on what is missing."""
     runs, curves, lines = [], [], []
-    for folder in sorted({path.parent for name in folders for path in Path(name).rglob('config.json')}):
+    for folder in find_runs(folders):
         try:
-            settings, results = (read_json(folder / name) for name in ('config.json', 'result.json'))
-            log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-            run = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
+            run, log = read_run(folder)
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
             lines.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
-        lines += [] if results else [f'not finished: {folder}']
-        runs.append({**run, 'finished': bool(results)})
-        every = math.ceil(len(log) / 1000)  # 1000 are enough for a plot; all lines of an evaluation are kept
-        kept = [entry for i, entry in enumerate(log) if i % every == 0 or 'loss' not in entry]
-        curves.append(pd.DataFrame(kept).assign(run=str(folder)))
-    check(any(run['finished'] for run in runs), '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
+        if not run['finished']:
+            lines.append(f'not finished: {folder}')
+        runs.append(run)
+        curves.append(pd.DataFrame(thinned(log)).assign(run=str(folder)))
+
+    found = any(run['finished'] for run in runs)
+    check(found, '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
     # None -> NaN, so that columns of numbers are floats
     return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
 
 
-def collect(folders, out):
-    """Reads and measures runs, writes three csv files -> the finished; all; their curves; lines."""
-    everything, curves, lines = read_folders(folders)
-    finished, others = everything[everything.finished], everything[~everything.finished]
-    runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
-    unknown = finished.columns.difference([*RESULTS, *FLAGS, *train.MAY_CHANGE])
-    lines += differences(finished, ['commit', *unknown])
-    statistics, distributions = [], []
+def measure_runs(runs):
+    """Measures each run -> its statistics, a row for each; rows of distributions.csv; lines on failures."""
+    statistics, distributions, lines = [], [], []
     for i, run in enumerate(runs.itertuples(), 1):
         print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
         try:
             measured = measure_run(Path(run.run))
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
             lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
-            measured = {'numbers': {}, 'distributions': {}}
-        own, bare = (measured['numbers'].pop(name, math.nan) for name in ('loss', 'cross_entropy'))
-        loss = run.test_loss if run.test_tokens <= POSITIONS else own  # of the positions that are measured
-        if abs(bare / loss - 1) > 1e-3:  # rounding differs by less
-            lines.append(f'{run.run}: by model.pt the cross entropy is {bare:.4f}, not {loss:.4f}')
-        statistics.append(measured['numbers'])
-        distributions += [{'run': run.run, 'quantity': x, **y} for x, y in measured['distributions'].items()]
-    runs = runs.assign(**pd.DataFrame(statistics, index=runs.index))
+            statistics.append({})
+            continue
+
+        # the cross entropy of model.pt should be what training reported
+        numbers = dict(measured['numbers'])
+        own_loss = numbers.pop('loss')
+        cross_entropy = numbers.pop('cross_entropy')
+        reported = run.test_loss if run.test_tokens <= POSITIONS else own_loss  # of the same positions
+        if abs(cross_entropy / reported - 1) > 1e-3:  # rounding differs by less
+            lines.append(f'{run.run}: by model.pt the cross entropy is {cross_entropy:.4f}, '
+                         f'not {reported:.4f}')
+
+        statistics.append(numbers)
+        for name, values in measured['distributions'].items():
+            distributions.append({'run': run.run, 'quantity': name, **values})
+    return pd.DataFrame(statistics, runs.index), pd.DataFrame(distributions), lines
+
+
+def read_sweep(folders):
+    """Folders -> the finished runs, named; the others; the curves of all; lines on what is missing."""
+    everything, curves, lines = read_folders(folders)
+    finished = everything[everything.finished]
+    others = everything[~everything.finished]
+    runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
+    others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
+
+    unknown = finished.columns.difference([*RESULTS, *FLAGS, *train.MAY_CHANGE])
+    lines += lines_on_differences(finished, ['commit', *unknown])
+    return runs, others, curves, lines
+
+
+def measure_sweep(runs, curves, out, lines):
+    """Measures runs and writes three csv files -> the runs with their statistics. Adds to `lines`."""
+    statistics, distributions, failures = measure_runs(runs)
+    lines += failures
+    runs = runs.assign(**statistics)
 
     rows = runs.drop(columns=ADDED)
-    write_csv(out / 'results.csv', rows.assign(test_loss=rows.test_loss.astype(object).fillna('nan')))
+    rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # empty would mean unknown
+    write_csv(out / 'results.csv', rows)
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
-    write_csv(out / 'distributions.csv', pd.DataFrame(distributions))
-    others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
-    return runs, pd.concat([runs, others]), curves, lines
+    write_csv(out / 'distributions.csv', distributions)
+    return runs
 
 
-# -------- who is behind, and learning rate sensitivity
-LRS_COLUMNS = '''size weight_tying variant method lam setting rounding n_params lrs lrs_n1 n_rates rates
-                 behind seeds lrs_n1_lowest lrs_n1_highest'''.split()
-MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
+def read_curves(path):
+    """curves.csv of an earlier analysis, or no curves if there is no such file."""
+    if path.exists():
+        return pd.read_csv(path, dtype={'run': str})
+    return pd.DataFrame(columns=['run', 'step'])
 
 
+# -------- which runs are compared: a mark rests upon the runs of the figure or table that shows it, no others
 def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
     is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
     groups = runs.assign(is_default=is_default).groupby(
         ['size', 'weight_tying', 'method', 'setting', 'rounding'])
-    return runs[is_default | ~groups.is_default.transform('any')]
+    has_default = groups.is_default.transform('any')
+    return runs[is_default | ~has_default]
 
 
 def of_several_lam(runs):
@@ -315,59 +548,254 @@ def of_several_lam(runs):
     return runs[groups.lam.transform('nunique') > 1]
 
 
+def in_most(sets):
+    """What is in more than half of these sets, sorted."""
+    everything = set().union(*sets)
+    return sorted(x for x in everything if sum(x in one for one in sets) > len(sets) / 2)
+
+
+def means_over_same_seeds(runs, by):
+    """
+    Runs, and the columns that tell apart what is compared -> the seeds that most of it has, and {values of
+    `by`: mean test loss over these seeds}, of what has them all; the mean is NaN if a loss is not finite.
+    """
+    losses = {}
+    for name, rows in runs.groupby(by, sort=False):
+        losses[name] = dict(zip(rows.seed, rows.test_loss, strict=True))
+    seeds = in_most([set(of_seeds) for of_seeds in losses.values()])
+
+    means = {}
+    for name, of_seeds in losses.items():
+        if seeds and set(seeds) <= set(of_seeds):
+            means[name] = float(np.mean([of_seeds[seed] for seed in seeds]))
+    return seeds, means
+
+
 def behind(runs):
     """
-    0 for a run whose variant's test loss, a mean over seeds, is within 1% of the lowest at its size, tying,
-    learning rate, setting and rounding (NaN instead of 0 if there is no other variant); 1 if it is further
-    or not finite: "diverged", as `_div` in results/Analyze_All_Models_Performance.ipynb of the authors' code.
+    Marks each of these runs, which are those of one figure or of one line of a table. At a size, tying and
+    learning rate, variants are compared by their mean test losses over the same seeds. 0 is within 1% of the
+    lowest; 1 is further above it, or not finite in a seed, which the paper calls diverged, as `_div` does in
+    results/Analyze_All_Models_Performance.ipynb of the authors' code. NaN is not compared: the variant is
+    alone there, it lacks a seed that most have, or the run is of a seed that most lack.
     """
-    place = [*report.PLACE, 'setting', 'rounding']
-    mean = runs.groupby([*place, 'variant']).test_loss.transform(lambda losses: losses.mean(skipna=False))
-    groups = runs.assign(mean_loss=mean).groupby(place)
-    lowest, n_variants = groups.mean_loss.transform('min'), groups.variant.transform('nunique')
-    within = (mean - lowest) / lowest <= 0.01  # False if the mean is not finite
-    return (~within).astype(float).mask(within & (n_variants == 1))
+    marks = pd.Series(math.nan, runs.index)
+    for _, rows in runs.groupby(report.PLACE):
+        seeds, means = means_over_same_seeds(rows, 'variant')
+        finite = [mean for mean in means.values() if not math.isnan(mean)]
+        for variant, own in rows.groupby('variant'):
+            if own.test_loss.isna().any():
+                marks[own.index] = 1
+            elif variant in means and len(means) > 1:
+                above = (means[variant] - min(finite)) / min(finite)
+                marks[own.index[own.seed.isin(seeds)]] = float(above > 0.01)
+    return marks
 
 
-def learning_rate_sensitivity(runs):
+def lowest_losses(runs):
+    """A row for each size and tying with a finite loss: where it has its lowest mean test loss."""
+    rows = []
+    for (tying, size), part in runs.groupby(['weight_tying', 'size'], sort=False):
+        seeds, means = means_over_same_seeds(part, ['variant', 'lr'])
+        finite = {name: mean for name, mean in means.items() if not math.isnan(mean)}
+        if finite:
+            variant, lr = min(finite, key=finite.get)
+            rows.append({'size': size, 'weight_tying': tying, 'variant': variant, 'lr': lr,
+                         'test_loss': finite[variant, lr], 'seeds': len(seeds)})
+    return pd.DataFrame(rows, columns=['size', 'weight_tying', 'variant', 'lr', 'test_loss', 'seeds'])
+
+
+# -------- learning rate sensitivity, of the lines of a table
+METHODS_LINE = ['weight_tying', 'size']  # what a line of Tables 2 and 5 is of: its cells are variants
+LAM_LINE = ['weight_tying', 'size', 'method', 'setting', 'rounding']  # and of Table 4: its cells are λ
+LRS_COLUMNS = '''size weight_tying variant method lam n_params lrs lrs_n1 n_rates rates behind seeds
+                 lrs_n1_lowest lrs_n1_highest'''.split()  # of lrs.csv
+NOT_IN_CSV = ['setting', 'rounding', 'note', 'lowest']
+MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
+
+
+def usual_rates(runs):
+    """The learning rates that most have: each variant's share of seeds with it is over a half on average."""
+    n_seeds = runs.groupby('variant').seed.transform('nunique')
+    shares = (1 / n_seeds).groupby(runs.lr).sum() / runs.variant.nunique()
+    return [lr for lr, share in shares.items() if share > 0.5 + 1e-9]
+
+
+def seeds_with(runs, rates):
+    """The seeds of a variant's runs that have all of these learning rates; none if there are no rates."""
+    return [seed for seed, of_seed in runs.groupby('seed') if rates and set(rates) <= set(of_seed.lr)]
+
+
+def select_for_lrs(line):
     """
-    LRS (Eq. 21), in nats, of each size, tying and variant, means over its seeds: `lrs` is the mean over n
-    learning rates of min(L, L0) - min L, `lrs_n1` their sum / (n - 1), as in the published tables. NaN if a
-    seed learned nothing at any learning rate: its losses do not vary, so it would score 0, the best. And
-    lines that name the seeds left out: with one rate alone, or without a rate that another seed has.
+    The runs of a line of a table -> those that LRS is computed of, with a `note`. It is '' of variants that
+    are compared: they have the learning rates and the seeds that most have, and no others are used. Of the
+    rest it says which rates or seeds they are computed of instead.
+    """
+    line = line[line.groupby('variant').lr.transform('nunique') > 1]
+    rates = usual_rates(line)
+    if len(rates) < report.MIN_RATES:
+        rates = []  # too few to compare by
+    whole = {variant: seeds_with(runs, rates) for variant, runs in line.groupby('variant')}
+    seeds = in_most([set(own) for own in whole.values() if own])
+
+    selected = [line[:0].assign(note='')]
+    for variant, runs in line.groupby('variant', sort=False):
+        own_rates, own_seeds = rates, whole[variant]
+        if not own_seeds:
+            own_rates = usual_rates(runs)
+            own_seeds = seeds_with(runs, own_rates)
+            note = f' ({len(own_rates)} lr)'
+        elif seeds and set(seeds) <= set(own_seeds):
+            own_seeds = seeds
+            note = ''
+        else:
+            note = f' (seed {" ".join(map(as_text, own_seeds))})'
+        if len(own_rates) > 1:
+            used = runs.lr.isin(own_rates) & runs.seed.isin(own_seeds)
+            selected.append(runs[used].assign(note=note))
+    return pd.concat(selected)
+
+
+def sum_above_lowest(of_seed):
+    """
+    The runs of a seed at n learning rates -> the sum over them of min(L, L0) - min L, in nats: n times that
+    of Eq. 21. NaN if it learned nothing at any rate: its losses do not vary, so it would score 0, the best.
+    """
+    losses = of_seed.capped_loss
+    if losses.min() >= of_seed.init_loss.min() - MIN_LEARNED:
+        return math.nan
+    return (losses - losses.min()).sum(skipna=False)
+
+
+def lowest_lrs(values):
+    """
+    {variant: LRS of each of the same seeds} -> the variants of the lowest mean, as three digits show it. None
+    if there is nothing to compare, or if another had a seed as low as the highest of theirs.
+    """
+    means = {variant: round(lrs.mean(), 3) for variant, lrs in values.items() if not np.isnan(lrs).any()}
+    if not means or len(values) < 2:
+        return []
+    best = [variant for variant, mean in means.items() if mean == min(means.values())]
+    highest = max(values[variant].max() for variant in best)
+    for variant in means:
+        if variant not in best and values[variant].min() <= highest:
+            return []
+    return best
+
+
+def lines_on_left_out(runs):
+    """[a line that names these runs, of a size and tying, which LRS is not computed of], or []."""
+    if runs.empty:
+        return []
+    seeds_of = {}  # of a variant, and learning rates that it leaves out
+    for (variant, seed), of_seed in runs.groupby(['variant', 'seed'], sort=False):
+        rates = ' '.join(map('{:g}'.format, of_seed.lr))
+        seeds_of.setdefault((variant, rates), []).append(as_text(seed))
+    names = []
+    for (variant, rates), seeds in seeds_of.items():
+        names.append(f'{variant} at η = {rates} (seed {" ".join(seeds)})')
+    place = f'{runs["size"].iloc[0]}, {report.TYING[runs.weight_tying.iloc[0]]}'
+    return [f'Not in the LRS of {place}, as the seed lacks a rate, or others lack the rate or seed: '
+            f'{"; ".join(names)}.']
+
+
+def lrs_of_line(line):
+    """The runs of a line of a table -> rows of learning_rate_sensitivity, and lines_on_left_out."""
+    selected = select_for_lrs(line)
+    is_compared = selected.note == ''
+    marks = behind(selected[is_compared])
+
+    rows, values = [], {}
+    for variant, runs in selected.groupby('variant', sort=False):
+        rates = runs.lr.unique()
+        n = len(rates)
+        sums = np.array([sum_above_lowest(of_seed) for _, of_seed in runs.groupby('seed')])
+        if runs.note.iloc[0] == '':
+            values[variant] = sums / (n - 1)
+        lrs_n1 = sums / (n - 1)
+        rows.append({
+            **runs.iloc[0],
+            'n_rates': n,
+            'rates': ' '.join(map('{:g}'.format, rates)),
+            'behind': marks.reindex(runs.index).max(),
+            'seeds': len(sums),
+            'lrs': sums.mean() / n,
+            'lrs_n1': lrs_n1.mean(),
+            'lrs_n1_lowest': lrs_n1.min(),
+            'lrs_n1_highest': lrs_n1.max()})
+    best = lowest_lrs(values)
+    for row in rows:
+        row['lowest'] = row['variant'] in best
+    return rows, lines_on_left_out(line.drop(selected.index))
+
+
+def learning_rate_sensitivity(runs, line=METHODS_LINE):
+    """
+    LRS, in nats, of each variant in each line of a table, means over seeds: `lrs` is the mean over n learning
+    rates of min(L, L0) - min L (Eq. 21), `lrs_n1` their sum / (n - 1), as in the published tables. `behind`
+    is 1 if the variant is at one of the rates; `lowest` says whether its LRS is the lowest of the line.
+    Neither is said of a variant with a `note`, see select_for_lrs. And lines that name runs left out.
     """
     rows, lines = [], []
-    runs = runs.assign(behind=behind(runs))
-    for (tying, size, variant), part in runs.groupby(['weight_tying', 'size', 'variant'], sort=False):
-        n, sums = part.lr.nunique(), []
-        for seed, of_seed in part.groupby('seed'):
-            loss, rates = of_seed.capped_loss, ' '.join(map('{:g}'.format, of_seed.lr))
-            if n == 1 or len(of_seed) < n:
-                lines.append(f'not in LRS: {variant} {size}, {report.TYING[tying]}, seed {seed:.0f}, '
-                             f'with learning rates {rates}')
-            elif loss.min() >= of_seed.init_loss.min() - MIN_LEARNED:
-                sums.append(math.nan)  # it learned nothing
-            else:
-                sums.append((loss - loss.min()).sum(skipna=False))
-        if not sums:
-            continue
-        n1 = np.array(sums) / (n - 1)
-        rows.append({**part.iloc[0], 'n_rates': n, 'rates': ' '.join(map('{:g}'.format, part.lr.unique())),
-                     'behind': part.behind.max(), 'seeds': len(sums), 'lrs': np.mean(sums) / n,
-                     'lrs_n1': n1.mean(), 'lrs_n1_lowest': n1.min(), 'lrs_n1_highest': n1.max()})
-    return pd.DataFrame(rows, columns=LRS_COLUMNS), lines
+    for _, part in runs.groupby(line, sort=False, dropna=False):
+        rows_of_line, left_out = lrs_of_line(part)
+        rows += rows_of_line
+        lines += left_out
+    return pd.DataFrame(rows, columns=[*LRS_COLUMNS, *NOT_IN_CSV]), lines
 
 
-def verdict(logit_mean):
-    """What BF16 logits cost a run with this mean logit, by results/mean_logit."""
+# -------- what is said of the runs
+def rounding_cost(logit_mean):
+    """What BF16 logits cost a run with this mean logit, in words, by results/mean_logit."""
     size = abs(logit_mean)
     if size < 64:
-        cost = 'nothing'
-    elif size < 256:
-        cost = 'hundredths of a nat; center the head, or use mu_loss'
-    else:
-        cost = 'a tenth of a nat and more; center the head, or use mu_loss'
-    return f'mean logit {logit_mean:.1f}, where BF16 costs {cost}'
+        return 'nothing'
+    if size < 256:
+        return 'hundredths of a nat; center the head, or use mu_loss'
+    return 'a tenth of a nat and more; center the head, or use mu_loss'
+
+
+def lines_on_largest_mean(runs):
+    """[a line on the run of the largest mean logit, where the logits are BF16 and have no cap], or []."""
+    rounded = runs[runs.logits_dtype.isin(['', 'bfloat16']) & ~(runs.cap > 0)].dropna(subset='logit_mean')
+    if rounded.empty:
+        return []
+    run = rounded.sort_values('logit_mean', key=abs).iloc[-1]
+    return [f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, at η = {run.lr:g}. '
+            f'There BF16 costs {rounding_cost(run.logit_mean)}.']
+
+
+def lines_on_rounding(runs):
+    """[a line on the two runs farthest apart of those that differ in logits_dtype alone], or []."""
+    pairs = []
+    by = [*report.PLACE, 'method', 'lam', 'setting', 'seed']
+    for _, alike in runs.groupby(by, dropna=False, sort=False):
+        if len(alike) > 1:
+            ordered = alike.sort_values('capped_loss', kind='stable', ascending=False)
+            pairs.append((ordered.iloc[0], ordered.iloc[-1]))
+    if not pairs:
+        return []
+
+    higher, lower = max(pairs, key=lambda pair: pair[0].capped_loss - pair[1].capped_loss)
+    ends = []
+    for run in (higher, lower):
+        mean = '' if math.isnan(run.logit_mean) else f' (mean logit {run.logit_mean:,.0f})'
+        ends.append(f'{run.variant} ends at {run.test_loss:.2f}{mean}')
+    return [f'Rounding of the logits alone, at η = {higher.lr:g}: {" and ".join(ends)}.']
+
+
+def lines_on_names(runs):
+    """[a line that says what runs have whose names leave out a flag that other names have], or []."""
+    meant = []
+    for flag in IN_NAMES:
+        named = (runs.setting + ' ').str.contains(f', {flag} ', regex=False)
+        if named.any():
+            values = {as_text(value) for value in runs[flag][~named]} - {''}
+            meant.append(f'{flag} {" or ".join(sorted(values)) or as_text(FLAGS[flag]) or "none"}')
+    if not meant:
+        return []
+    return [f'Runs whose name does not say otherwise have {"; ".join(meant)}.']
 
 
 # -------- the program
@@ -378,44 +806,88 @@ parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', he
 parser.add_argument('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME)')
 
 
+def default_out(args):
+    """results/NAME, with NAME of the folders or of the csv file; of DIR/results.csv it is DIR."""
+    inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]
+    names = [Path(name).resolve().name for name in inputs[:3]]
+    return f'results/{"+".join(names)}'
+
+
+def compare(runs):
+    """Runs -> LRS of methods and of several λ, rows of lrs.csv, and lines on what it leaves out."""
+    methods, left_out = learning_rate_sensitivity(of_default_lam(runs))
+    several, also_left_out = learning_rate_sensitivity(of_several_lam(runs), LAM_LINE)
+    lines = []
+    if max(methods.n_rates.max(), several.n_rates.max()) >= report.MIN_RATES:  # with fewer none is shown
+        lines = list(dict.fromkeys(left_out + also_left_out))  # each once
+        if runs.init_loss.isna().any():
+            lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
+    return methods, several, lines
+
+
+def draw(runs, everything, curves):
+    """Draws runs by learning rate, each figure with its own marks, and curves of everything -> figures."""
+    figures = []
+    compared = report.with_looks(of_default_lam(runs), everything)
+    for tying, rows in compared.groupby('weight_tying'):
+        first_size = rows[rows['size'] == rows['size'].iloc[0]]
+        three = first_size[first_size.variant.isin(report.SUMMARY)]
+        figures += report.draw_summary(three.assign(behind=behind(three)), tying)
+        figures += report.draw_against_lr(rows.assign(behind=behind(rows)), tying)
+    return figures + report.draw_curves(report.with_looks(everything, everything), curves)
+
+
+def write_figures(figures, folder):
+    """Writes figures into a folder, and takes away there what an earlier analysis drew."""
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob('*.png'):
+        if f'Software\0{report.SOFTWARE}'.encode() in path.read_bytes():
+            path.unlink()
+    for figure in figures:
+        save(figure['png'], f'{folder}/{figure["name"]}.png')
+
+
+def write_analysis(runs, others, curves, lines, out):
+    """Compares and draws runs, writes lrs.csv, tables, figures and the page into `out`, and prints it."""
+    methods, several, left_out = compare(runs)
+    lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
+    write_csv(out / 'lrs.csv', lrs.drop(columns=NOT_IN_CSV))
+
+    own_statistics = [name for name in runs if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE, *ADDED}]
+    tables = report.make_tables(runs.assign(behind=behind(runs)), methods, several, own_statistics)
+    save(report.markdown(tables).encode(), f'{out}/tables.md')
+
+    figures = draw(runs, pd.concat([runs, others]), curves)
+    write_figures(figures, out / 'figures')
+
+    headlines = report.headlines(methods, several, lowest_losses(runs))
+    lines = [*lines_on_rounding(runs), *lines_on_largest_mean(runs), *report.describe(runs),
+             *lines_on_names(runs), *left_out, *lines]
+    items = [*tables[:-1], *figures, tables[-1]]  # the table of all runs is the last
+    save(report.page(out.resolve().name, headlines, lines, items).encode(), f'{out}/report.html')
+
+    print(report.plain(tables[:-1]))
+    print(*headlines, *lines, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+
+
 def main(argv=None):
-    """Reads, compares and draws what the command line names."""
+    """Reads and refuses, then measures and writes what the command line names."""
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
-    inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]  # DIR/results.csv: DIR
-    out = Path(args.out or f'results/{"+".join(Path(name).resolve().name for name in inputs[:3])}')
     if args.runs:
-        runs, everything, curves, lines = collect(args.runs, out)
+        runs, others, curves, lines = read_sweep(args.runs)
     else:
         runs, lines = read_runs(args.results)
-        everything = runs
-        path = Path(args.results).with_name('curves.csv')
-        curves = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
-    runs['behind'] = behind(of_default_lam(runs))  # NaN for the rest; LRS does not read it but has its own
-    compared = of_default_lam(runs)
-    methods, left_out = learning_rate_sensitivity(compared)
-    several, also_left_out = learning_rate_sensitivity(of_several_lam(runs))
-    lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
-    if lrs.n_rates.max() >= report.MIN_RATES:  # with fewer no LRS is shown
-        lines += dict.fromkeys(left_out + also_left_out)  # each once
-        if compared.init_loss.isna().any():
-            lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
-    write_csv(out / 'lrs.csv', lrs.drop(columns=['setting', 'rounding']))  # which `variant` has
-    of_a_fork = [name for name in runs if name not in {*RESULTS, *FLAGS, *ADDED, 'behind'}]
-    tables = report.make_tables(runs, methods, several, of_a_fork)
-    report.write_markdown(out / 'tables.md', tables)
-    figures = report.draw_figures(compared, everything, curves, out / 'figures')
-    messages = [table['message'] for table in tables if 'message' in table]
-    rounded = runs[runs.logits_dtype.isin(['', 'bfloat16']) & ~(runs.cap > 0)].dropna(subset='logit_mean')
-    largest = [f'Largest: {run.variant} of {run.size} at η = {run.lr:g}: {verdict(run.logit_mean)}'
-               for run in rounded.sort_values('logit_mean', key=abs)[-1:].itertuples()]
-    lines = [*report.said_of_rounding(runs), *messages, *largest, *report.describe(runs), *lines]
-    report.write_page(out / 'report.html', [*tables[:-1], *figures, tables[-1]], lines)  # last: all runs
+        others = runs[:0]
+        curves = read_curves(Path(args.results).with_name('curves.csv'))
 
-    for table in tables[:-1]:
-        rows = table['rows'].replace('</?[bu]>', '', regex=True)
-        print(table['title'], rows.to_string(index=False), '', sep='\n')
-    print(*lines, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+    out = Path(args.out or default_out(args))
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / '.lock', 'a') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tasks of an array may end at once: each waits for the one before
+        if args.runs:
+            runs = measure_sweep(runs, curves, out, lines)
+        write_analysis(runs, others, curves, lines, out)
 
 
 if __name__ == '__main__':

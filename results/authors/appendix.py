@@ -45,7 +45,7 @@ def lrs_of(runs):
 
 def draw_lrs(ax, lrs):
     """LRS against size, which takes the place of the learning rate, a line for each variant."""
-    report.draw_lines(ax, lrs.assign(lr=lrs.n_params, size=''), 'lrs_n1')
+    report.draw_lines(ax, lrs.assign(lr=lrs.n_params, size='', marker='o', dash='-'), 'lrs_n1')
     report.stretch(ax, lrs.lrs_n1)
     sizes = lrs.drop_duplicates('size')
     ax.set(xlabel='parameters $N$', ylabel='learning rate sensitivity')
@@ -103,7 +103,7 @@ def distributions(rows):
 
 def main(folder):
     runs, _ = analyze.read_runs(folder / 'results.csv')
-    runs = report.with_colors(runs, runs.variant)
+    runs = report.with_looks(runs, runs)
     runs['name'] = runs.method.replace(report.NAMES) + runs.setting + runs.rounding
     path = folder / 'distributions.csv'
     values = pd.read_csv(path, dtype={'run': str}) if path.exists() else pd.DataFrame(columns=['run'])
@@ -119,9 +119,8 @@ def main(folder):
                 figure.set_layout_engine('constrained')
                 figure.savefig(folder / name, bbox_inches='tight')
                 texts.append(f'\n![{word}]({name})\n\n{draw.__doc__}\n')
-    report.write_markdown(folder / 'appendix.md', filter(None, tables))
-    with open(folder / 'appendix.md', 'a', encoding='utf-8') as file:
-        file.writelines(texts)
+    text = report.markdown([table for table in tables if table])
+    (folder / 'appendix.md').write_text(text + ''.join(texts), encoding='utf-8')
 
 
 if __name__ == '__main__':
