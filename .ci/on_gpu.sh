@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# bash .ci/on_gpu.sh [tests] [speed] [drift]
+# bash .ci/on_gpu.sh [tests] [speed] [stop]
 #
 # What only a GPU can tell, all three parts or those named, most important first:
 #   tests   the numbers on the device: gradients against float64, the head's roundings, the compiled model
 #   speed   time and memory of the step of 16M and 221M, beside those of 2102aab, whose loss is log Z - l_t
-#   drift   bash sweep.sh drift of seed 3 (SEEDS), on the shards in DATA
+#   stop    a run of 16M on the shards in DATA gets SIGTERM, ends after a checkpoint and is resumed
 #
 # Each command's output goes to a file in OUT (out/gpu_logs). What has not ended LIMIT seconds (570) after the
-# start is cut off; drift alone needs most of that. The code of 2102aab is taken from git unless it lies in
-# BEFORE (out/2102aab). DEVICE=cpu bash .ci/on_gpu.sh is a trial with everything tiny.
+# start is cut off. The code of 2102aab is taken from git unless it lies in BEFORE (out/2102aab).
+# DEVICE=cpu bash .ci/on_gpu.sh is a trial with everything tiny.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-: "${DEVICE:=cuda}" "${LIMIT:=570}" "${BEFORE:=out/2102aab}" "${DATA:=data/fineweb_small}" "${SEEDS:=3}"
+: "${DEVICE:=cuda}" "${LIMIT:=570}" "${BEFORE:=out/2102aab}" "${DATA:=data/fineweb_small}"
 logs=${OUT:-out/gpu_logs} sizes='16M 221M' bench='--seconds=8' failed=''
 mkdir -p "$logs" && logs=$(realpath "$logs") || exit 1
-export PYTHONUNBUFFERED=1 DATA SEEDS OUT=out/gpu_drift
+run="--lr=0.1 --steps=2000 --ckpt_every=0 --batch_size=16 --block_size=512 --test_tokens=1e6 --out=out/gpu_stop"
+export PYTHONUNBUFFERED=1
 if [ "$DEVICE" = cpu ]; then
   sizes=tiny bench='--seconds=1 --batch_size=2 --block_size=128 --threads=1'
-  export CUDA_VISIBLE_DEVICES='' DATA=data/stdlib SIZES=tiny STEPS=20 JOBS=1 METHODS=baseline
-  export FLAGS='--device=cpu --threads=1 --dtype=float32 --block_size=128 --eval_tokens=4e3 --test_tokens=4e3'
+  export CUDA_VISIBLE_DEVICES=''
+  DATA=data/stdlib run+=' --device=cpu --threads=1 --size=tiny --block_size=128 --eval_tokens=4e3'
 fi
 
 part() {  # NAME SECONDS COMMAND...
@@ -30,7 +31,7 @@ part() {  # NAME SECONDS COMMAND...
   ((status == 0)) || failed+=" $1"
 }
 
-for what in ${*:-tests speed drift}; do
+for what in ${*:-tests speed stop}; do
   case $what in
     tests)
       part tests 150 python -m pytest -v tests/test_head.py tests/test_model.py ;;
@@ -41,10 +42,11 @@ for what in ${*:-tests speed drift}; do
         part speed-$size-before 120 env -C "$BEFORE" python -m analysis.bench $flags
         part speed-$size 120 python -m tools.bench $flags
       done ;;
-    drift)
-      part drift 560 bash sweep.sh drift
-      tail -n 2 "$OUT"/logs/*.log >"$logs/drift-runs.txt"  # how far each one came
-      cp results/gpu_drift/{results,curves}.csv "$logs" || failed+=' csv' ;;
+    stop)
+      rm -rf out/gpu_stop
+      part stop 120 bash -c "timeout 60 python train.py --data=$DATA $run; [ -e out/gpu_stop/ckpt.pt ]"
+      part resume 200 python train.py --data=$DATA $run
+      head -n 3 "$logs/resume.txt" ;;  # from which step
     *) echo "no part $what" >&2; exit 2 ;;
   esac
 done

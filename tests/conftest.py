@@ -82,6 +82,14 @@ def corpus(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def default_signals():
+    """A run that an error ends in its loop would leave its handlers behind, in pytest's own process."""
+    yield
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def trained(corpus, tmp_path):
     """trained(name, *flags) trains tmp_path/name in this process, and returns its folder."""

@@ -63,11 +63,14 @@ def at_step(number, act):
     train.train_step = train_step
 
 
+def free_port():
+    with socket.socket() as s:
+        return next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
+
+
 def ranks(world, argv, stderr, main=train.main, prepare=()):
     """Starts main(argv) in `world` processes, whose errors go to <stderr><rank>; only rank 0 reads argv."""
-    with socket.socket() as s:
-        port = next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
-    shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+    shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
     return [process(main, ['--x'] if rank else argv, stderr=f'{stderr}{rank}', prepare=prepare,
                     env={**shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank in range(world)]
 

@@ -16,14 +16,29 @@ FLAGS = {train: '''
     --min_lr=1 -> --min_lr=1, --lr
     --warmup=100 --steps=100 -> --warmup=100, --steps=100
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
-    --mu_shift=30 --weight_tying -> --mu_shift
+    --steps=40.5 -> --steps, 40.5
+    --steps=inf -> --steps, inf
+    --warmup=0.1 -> --warmup, 0.1
+    --log_every=2.5 -> --log_every, 2.5
+    --steps=0 -> --steps=0
+    --batch_size=0 -> --batch_size=0
+    --block_size=0 -> --block_size=0
+    --micro_batch_size=0 -> --micro_batch_size=0
+    --n_layer=0 -> --n_layer=0
+    --n_layer=1.5 -> --n_layer, 1.5
+    --n_head=3 -> --n_embd=32, --n_head=3
+    --rope_fraction=1.5 -> --rope_fraction=1.5
+    --beta2=1 -> --beta2=1
+    --seed=1.5 -> --seed, 1.5
+    --seed=4294967296 -> --seed=4294967296
+    --seed=202611280405 -> --seed=202611280405
     --out={bad}/x.txt -> x.txt
     --vocab_size=100 -> 257, --vocab_size
     --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
     --data={bad}/long -> x_train_000000.bin, uint16
     --data={bad}/few -> few, --block_size=32
-    --data={bad}/words --vocab_size=100 -> --vocab_size=100
+    --data={bad}/words --vocab_size=100 -> --vocab_size=100, x_val_000000.bin
     ''', prepare_fineweb: '''
     --source=local --files=x --out= -> --out
     --source=local --files={bad}/*.* -> .doc, .csv

@@ -29,7 +29,7 @@ def test_published_sizes():
 
 @pytest.mark.parametrize('tying', [False, True])
 def test_initial_weights(tying):
-    """Those of Appendix A; --mu_shift adds one vector of this norm to all output embeddings."""
+    """Those of Appendix A, and for a seed always the same."""
     gpt = train.make_model(settings('--vocab_size=640', *['--weight_tying'] * tying))[0]
     H, L, hidden = 224, 6, 768
     mlp, head = math.sqrt(2 / (H + hidden)), math.sqrt(2 / (H + 640))  # Xavier
@@ -40,11 +40,25 @@ def test_initial_weights(tying):
         assert layer.weight.std().item() == pytest.approx(std, rel=5 / math.sqrt(layer.weight.numel()))
     drawn = [w[0, 0].item() for w in (gpt.wte.weight, gpt.E, block.attn.proj.weight)]
     assert drawn == pytest.approx(DRAWN[tying], rel=1e-5)  # or a seed's old runs could not be repeated
-    if not tying:
-        shifts = (train.make_model(settings('--vocab_size=640', '--mu_shift=30'))[0].E - gpt.E).detach()
-        assert shifts[0].norm().item() == pytest.approx(30, rel=1e-6)
-        assert shifts[0, 0].item() == pytest.approx(-0.5906, rel=1e-3)  # of this seed
-        close(shifts, shifts[:1].expand_as(shifts), rtol=0, atol=2.0 ** -23 * 30)
+
+
+def test_final_gain():
+    """The gain of the last LayerNorm multiplies the hidden states. It is not drawn: all else is the same."""
+    tokens, _ = token_batch(0)
+    with_gain, without = (tiny_gpt(final_gain=gain) for gain in (True, False))
+    assert with_gain.n_params() - without.n_params() == with_gain.config.n_embd
+    assert torch.equal(with_gain.E, without.E)
+    with torch.no_grad():
+        with_gain.norm_f.weight.fill_(3)
+    close(with_gain.hidden(tokens), 3 * without.hidden(tokens), rtol=1e-6, atol=1e-9)
+
+
+def test_bias_of_the_head():
+    """A bias that is added to lm_head alone would be trained, counted and saved, but never used."""
+    gpt = tiny_gpt()
+    gpt.lm_head.bias = torch.nn.Parameter(torch.zeros(64))
+    with pytest.raises(AssertionError, match='bias'):
+        gpt(*token_batch(0))
 
 
 def reference_hidden(w, tokens, n_layer, n_head, rope_fraction):

@@ -1,8 +1,14 @@
 """A run that is killed, stopped or out of disk ends as if nothing had been; files are not trusted."""
+import functools
+import gc
 import itertools
+import math
 import os
+import re
 import shutil
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -10,7 +16,7 @@ import torch
 
 import train
 from conftest import finish, folder_hash, process, refused
-from small_runs import SMALL, assert_same, load, shard, state_of
+from small_runs import SMALL, assert_same, at_step, kill, load, log_of, shard, state_of, without_times
 
 
 def flags_of(corpus, out, *more):
@@ -98,15 +104,14 @@ def test_checkpoints_that_are_not_ours(corpus, begun):
 
 
 def test_other_data(corpus, begun, tmp_path):
-    """Are refused, by each rank too, but not another place. A flag that older code lacked had its default."""
+    """Are refused, but not another place. A flag that older code lacked had its default."""
     other = shutil.copytree(corpus, tmp_path / 'other')
     path = other / 'stdlib_train_000001.bin'
     tokens = train.read_shard(path)
     path.write_bytes(shard([*tokens[:-1], tokens[-1] ^ 1]))
-    args = train.resolve_args(train.parser.parse_args(flags_of(other, begun)))
-    args.data_fingerprint = 'of rank 0'
-    refused(lambda: train.run(args, None), '--data of rank ')
-    refused(lambda: train.main(flags_of(other, begun)), f'{begun}/ckpt.pt has data_fingerprint=')
+    refused(lambda: train.main(flags_of(other, begun)), 'ckpt.pt', 'have changed, 110000 tokens were 110000')
+    path.write_bytes(shard(tokens[:-1]))
+    refused(lambda: train.main(flags_of(other, begun)), 'ckpt.pt', 'have changed, 109999 tokens were 110000')
     path.write_bytes(shard(tokens))
     parts = load(begun, 'ckpt.pt')
     train.save({name: part for name, part in parts.items() if name != 'optimizer'}, f'{begun}/ckpt.pt')
@@ -122,13 +127,90 @@ def test_other_data(corpus, begun, tmp_path):
     assert load(begun)['step'] == 4  # the last step is saved without --ckpt_every too
 
 
+def at_step_3(monkeypatch, act):
+    """Runs of this process call act() as they begin step 3."""
+    def train_step(model, optimizer, batch, step, *more, train_step=train.train_step, **named):
+        if step == 3:
+            act()
+        return train_step(model, optimizer, batch, step, *more, **named)
+    monkeypatch.setattr(train, 'train_step', train_step)
+
+
+def test_shards_that_change_under_a_run(corpus, whole, tmp_path, monkeypatch):
+    """The test would be of other text; with the shards as they were the same command ends the run."""
+    data = shutil.copytree(corpus, tmp_path / 'data')
+    val = data / 'stdlib_val_000000.bin'
+    good = val.read_bytes()
+    flags = flags_of(data, tmp_path / 'run')
+    with monkeypatch.context() as patch:
+        at_step_3(patch, lambda: val.write_bytes(good[:1024] + good[1026:] + good[1024:1026]))
+        refused(lambda: train.main(flags), f'--data={data} have changed')
+    refused(lambda: train.main(flags), 'ckpt.pt', 'have changed')
+    val.write_bytes(good)
+    train.main(flags)
+    assert_same(state_of(tmp_path / 'run'), state_of(whole[0]))
+
+
+def test_lock_that_does_nothing(corpus, whole, tmp_path, monkeypatch):
+    """On some network disks two processes both get the lock: the first one ends before it writes again."""
+    out = tmp_path / 'run'
+    monkeypatch.setattr(train.fcntl, 'flock', lambda *_: None)
+    second = []
+
+    def start_second():
+        if not second:  # in the first process
+            second.append(process(train.main, flags_of(corpus, out), prepare=(without_flock,)))
+            finish(second[0], 0)
+    with monkeypatch.context() as patch:
+        at_step_3(patch, start_second)
+        refused(lambda: train.main(flags_of(corpus, out)), f'{out} is now in use by another process')
+    assert_same(state_of(out), state_of(whole[0]))
+
+
+def without_flock():
+    train.fcntl.flock = lambda *_: None
+
+
+def test_end_and_resume_keep_no_copy(corpus, begun, monkeypatch):
+    """The end reads nothing back; after a resume the weights and moments are no longer a view of ckpt.pt."""
+    read = []
+
+    def read_checkpoint(path, read_checkpoint=train.read_checkpoint):
+        read.append(path)
+        return read_checkpoint(path)
+    monkeypatch.setattr(train, 'read_checkpoint', read_checkpoint)
+
+    def look(optimizer):
+        gc.collect()
+        assert read == 2 * [f'{begun}/ckpt.pt']
+        assert 'ckpt.pt' not in Path('/proc/self/maps').read_text()
+    monkeypatch.setattr(train, 'check_param_groups', look)
+    train.main(flags_of(corpus, begun))
+    assert len(read) == 2
+
+
+def send(number, model):
+    signal.raise_signal(number)
+
+
+@pytest.mark.parametrize('number, status', [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_signals(number, status, corpus, whole, tmp_path):
+    """The run ends after a checkpoint of the step it is in; the same command goes on bit for bit."""
+    flags = flags_of(corpus, tmp_path / 'run', '--ckpt_every=0')
+    finish(process(train.main, flags, prepare=(at_step, 3, functools.partial(send, number))), status)
+    assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 3
+    train.main(flags)
+    assert_same(state_of(tmp_path / 'run'), state_of(whole[0]))
+
+
 # Values that the run below does not have: what may not change when it resumes, and what may.
-OTHER = """method=mu_loss lam=1 cap=5 mu_shift=1 size=16M weight_tying n_layer=2 n_embd=64 n_head=2
+OTHER = """method=mu_loss lam=1 cap=5 no-final_gain size=16M weight_tying n_layer=2 n_embd=64 n_head=2
     vocab_size=512 block_size=16 rope_fraction=1 lr=1 min_lr=0 warmup=3 steps=50 batch_size=8 beta1=0.8
     beta2=0.9 eps=1e-7 grad_clip=0 seed=2 dtype=bfloat16 logits_dtype=bfloat16 init_from=x log_every=2
     eval_every=7 eval_tokens=64 test_tokens=64""".split()
 MAY_CHANGE = 'device=cpu micro_batch_size=1 compile threads=2 data=moved[1] out=run ckpt_every=7 keep_every=7'
-ARCHITECTURE = 'n_layer=2 n_embd=64 n_head=2 vocab_size=512 weight_tying rope_fraction=1'.split()
+ARCHITECTURE = ['n_layer=2', 'n_embd=64', 'n_head=2', 'vocab_size=512', 'weight_tying', 'rope_fraction=1',
+                'no-final_gain']
 
 
 def test_what_may_change(corpus, tmp_path, monkeypatch):
@@ -144,9 +226,223 @@ def test_what_may_change(corpus, tmp_path, monkeypatch):
     shutil.copytree('before', 'run')
     from_model = ['--out=new', '--init_from=before/ckpt.pt']
     for may_not, flag in [*(([], flag) for flag in OTHER), *((from_model, flag) for flag in ARCHITECTURE)]:
-        named = 'before/ckpt.pt has ', f' {flag.split("=")[0]}='
+        named = 'before/ckpt.pt has ', f' {flag.split("=")[0].removeprefix("no-")}='
         refused(lambda: train.main([*flags, *may_not, f'--{flag}']), *named)  # noqa: B023
-    may = [*MAY_CHANGE.split(), *({*OTHER} - {*ARCHITECTURE, 'mu_shift=1', 'init_from=x'})]
+    may = [*MAY_CHANGE.split(), *({*OTHER} - {*ARCHITECTURE, 'init_from=x'})]
     for flag in may:
         train.main([*flags, *(from_model if flag in OTHER else []), f'--{flag}'])
     assert len(begun) == 1 + len(may)
+
+
+class Prodigy(torch.optim.AdamW):
+    """As Prodigy, it keeps a factor of its learning rate in its groups."""
+
+    def step(self):
+        for group in self.param_groups:
+            group['d'] = group.get('d', 1.0) * 1.1
+            group['lr'] *= group['d']
+        super().step()
+
+
+class TwoOptimizers:
+    """Muon for the matrices of the blocks, AdamW for all else; `rates` are those of both in each step."""
+
+    def __init__(self, model, args, rejoin=True):
+        blocks = [p for p in model.blocks.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if not any(p is q for q in blocks)]
+        self.both = torch.optim.Muon(blocks, lr=args.lr), torch.optim.AdamW(others, lr=args.lr)
+        self.rejoin, self.rates = rejoin, []
+        self.join()
+
+    def join(self):
+        self.param_groups = [group for optimizer in self.both for group in optimizer.param_groups]
+
+    def step(self):
+        for optimizer in self.both:
+            optimizer.step()
+        self.rates.append([group['lr'] for optimizer in self.both for group in optimizer.param_groups])
+
+    def state_dict(self):
+        return {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.both)}
+
+    def load_state_dict(self, saved):
+        for i, optimizer in enumerate(self.both):
+            optimizer.load_state_dict(saved[str(i)])
+        if self.rejoin:
+            self.join()
+
+
+def with_optimizer(monkeypatch, make_optimizer):
+    """train.make_model makes this optimizer; returns a list to which each one is added."""
+    made = []
+
+    def make_model(args, make_model=train.make_model):
+        model, _ = make_model(args)
+        made.append(make_optimizer(model, args))
+        return model, made[-1]
+    monkeypatch.setattr(train, 'make_model', make_model)
+    return made
+
+
+def whole_and_resumed(trained, monkeypatch, *flags):
+    """Two runs of nine steps; an error ends the second one in step 8, after the checkpoint of step 6."""
+    flags = ['--steps=9', '--ckpt_every=6', '--keep_every=9', '--lr=1e-2', *flags]
+    whole = trained('whole', *flags)
+
+    def train_step(model, optimizer, batch, step, *more, train_step=train.train_step, **named):
+        if step == 8:
+            raise InterruptedError
+        return train_step(model, optimizer, batch, step, *more, **named)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'train_step', train_step)
+        with pytest.raises(InterruptedError) as caught:
+            trained('resumed', *flags)
+        traceback.clear_frames(caught.tb)  # which hold the folder's lock
+    return whole, trained('resumed', *flags)
+
+
+def rates(step):
+    """The schedule's, of whole_and_resumed: no warm-up in nine steps."""
+    return 1e-5 + 0.5 * (1 + math.cos(math.pi * (step - 1) / 9)) * (1e-2 - 1e-5)
+
+
+def test_optimizer_with_a_state_in_its_groups(trained, monkeypatch):
+    with_optimizer(monkeypatch, lambda model, args: Prodigy(model.parameters(), lr=args.lr))
+    whole, resumed = whole_and_resumed(trained, monkeypatch)
+    assert_same(state_of(resumed), state_of(whole))
+    logged = [line['lr'] for line in log_of(resumed) if 'lr' in line]
+    assert logged == pytest.approx([rates(step) * 1.1 ** step for step in range(1, 10)])
+    assert load(resumed, 'model_9.pt')['optimizer']['param_groups'][0]['d'] == pytest.approx(1.1 ** 9)
+
+
+def test_schedule_of_ones_own(trained, monkeypatch):
+    """A plateau schedule halves lr_scale every third step: it acts, is logged and resumed."""
+    def train_step(model, optimizer, batch, step, *more, train_step=train.train_step, **named):
+        output = train_step(model, optimizer, batch, step, *more, **named)
+        for group in optimizer.param_groups:
+            group['lr_scale'] = 0.5 ** (step // 3)
+        return output
+    monkeypatch.setattr(train, 'train_step', train_step)
+    whole, resumed = whole_and_resumed(trained, monkeypatch)
+    assert_same(state_of(resumed), state_of(whole))
+    logged = [line['lr'] for line in log_of(resumed) if 'lr' in line]
+    assert logged == pytest.approx([rates(step) * 0.5 ** ((step - 1) // 3) for step in range(1, 10)])
+
+
+def test_two_optimizers(trained, monkeypatch):
+    """Each one follows the schedule, before and after it resumes, and takes over another run's moments."""
+    made = with_optimizer(monkeypatch, TwoOptimizers)
+    whole, resumed = whole_and_resumed(trained, monkeypatch)
+    first, second = (load(out, 'model_9.pt') for out in (whole, resumed))
+    assert_same(second['model'], first['model'])
+    assert_same(second['optimizer'], first['optimizer'])
+    for optimizer, steps in zip(made, (range(1, 10), range(1, 8), range(7, 10)), strict=True):
+        assert optimizer.rates == [pytest.approx(2 * [rates(step)]) for step in steps]
+
+    trained('longer', '--steps=12', '--lr=1', f'--init_from={whole}/model_9.pt')
+    adamw = made[-1].both[1]
+    assert {int(moments['step']) for moments in adamw.state.values()} == {12}
+    rate = 1e-5 + 0.5 * (1 + math.cos(math.pi * 9 / 12)) * (1 - 1e-5)  # of the longer schedule
+    assert made[-1].rates[0] == pytest.approx([rate, rate])
+
+
+def test_two_optimizers_whose_groups_are_lost(trained, monkeypatch):
+    """load_state_dict has made new groups: the schedule would set the rate of groups that nobody has."""
+    with_optimizer(monkeypatch, functools.partial(TwoOptimizers, rejoin=False))
+    with pytest.raises(AssertionError, match='param_groups'):
+        whole_and_resumed(trained, monkeypatch)
+
+
+def test_noise_in_a_batch(trained, monkeypatch):
+    """What load_batch draws comes again; no batch is drawn before the checkpoint of the step before."""
+    events = []
+
+    def load_batch(windows, step, args, load_batch=train.load_batch):
+        events.append(('batch', step))
+        return [(tokens, targets ^ torch.randint(2, targets.shape))
+                for tokens, targets in load_batch(windows, step, args)]
+
+    def save_checkpoint(state, step, *more, save_checkpoint=train.save_checkpoint):
+        events.append(('save', step))
+        save_checkpoint(state, step, *more)
+    monkeypatch.setattr(train, 'load_batch', load_batch)
+    monkeypatch.setattr(train, 'save_checkpoint', save_checkpoint)
+    whole, resumed = whole_and_resumed(trained, monkeypatch)
+    assert_same(state_of(resumed), state_of(whole))
+    assert events.index(('batch', 7)) > events.index(('save', 6))
+
+
+def test_another_micro_batch_size(trained, monkeypatch, capsys):
+    """A resume says so: dropout would draw other numbers, and experts see other sequences together."""
+    flags = '--steps=2', '--micro_batch_size=4'
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'train_step', None)
+        with pytest.raises(TypeError) as caught:
+            trained('run', *flags)
+        traceback.clear_frames(caught.tb)
+    capsys.readouterr()
+    trained('run', *flags[:1], '--micro_batch_size=2')
+    assert 'ckpt.pt has micro_batch_size=4, this run 2' in capsys.readouterr().out
+
+
+class Tracker:
+    """As W&B, it joins the records of a step, and of a run that it knows it takes later steps alone."""
+
+    def __init__(self):
+        self.runs = {}
+        self.summary = {}
+
+    def init(self, id, **named):
+        self.rows = self.runs.setdefault(id, {})
+        self.start = max(self.rows, default=-1) + 1
+
+    def log(self, record, step):
+        if step >= self.start:
+            self.rows.setdefault(step, {}).update(without_times(record))
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize('last_sent', [4, 7])
+def test_tracker(last_sent, trained, monkeypatch, tmp_path):
+    """It may lack lines of before the checkpoint, or have some of after it: it ends with the whole log."""
+    tracker = Tracker()
+    monkeypatch.setitem(sys.modules, 'wandb', tracker)
+
+    def resume_tracked(log_so_far, args, start_tracker=train.start_tracker):
+        if log_so_far:  # the run was interrupted in step 8
+            shutil.copytree(tmp_path / 'resumed', tmp_path / 'copy')
+            for rows in tracker.runs.values():
+                for step in range(last_sent + 1, 10):
+                    rows.pop(step, None)
+        start_tracker(log_so_far, args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, 'start_tracker', resume_tracked)
+        _, resumed = whole_and_resumed(trained, patch, '--wandb=project', '--eval_every=5')
+    copied = trained('copy', '--steps=9', '--ckpt_every=6', '--keep_every=9', '--lr=1e-2', '--eval_every=5',
+                     '--wandb=project')
+    assert len(tracker.runs) == 3  # a copied folder is another run
+    for out, rows in zip((resumed, copied), [*tracker.runs.values()][1:], strict=True):
+        joined = {}
+        for record in log_of(out):
+            joined.setdefault(record['step'], {}).update(record)
+        assert rows == {step: {name: x for name, x in record.items() if x is not None}
+                        for step, record in joined.items()}
+    assert tracker.summary['test_loss'] == log_of(copied)[-1]['test_loss']
+
+
+def test_wandb(corpus, tmp_path):
+    """The real one, offline: both parts of a killed run have its id, and the second one has every step."""
+    pytest.importorskip('wandb')
+    env = {'WANDB_MODE': 'offline', 'WANDB_DIR': str(tmp_path), 'WANDB_CONSOLE': 'off'}
+    flags = [*SMALL, '--steps=9', '--ckpt_every=6', '--wandb=project', f'--data={corpus}',
+             f'--out={tmp_path}/run']
+    parts = []
+    for prepare, status in (((at_step, 8, kill), -signal.SIGKILL), ((), 0)):
+        finish(process(train.main, flags, env=env, prepare=prepare), status)
+        parts += {*tmp_path.glob('wandb/offline-run-*/*.wandb')} - {*parts}
+    first, second = parts
+    assert first.name == second.name
+    found = re.findall(rb'_step\x82\x01(.)(.+)', second.read_bytes())  # its length and what begins with it
+    assert {int(text[:ord(length)]) for length, text in found} >= {*range(10)}

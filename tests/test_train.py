@@ -2,6 +2,7 @@
 import os
 import re
 import runpy
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from small_runs import SMALL, assert_same, at_step, kill, load, log_of, result_o
 
 
 @pytest.mark.parametrize('flags, last_line, kept', [
-    ('--method=mu_centering --ckpt_every=6', 8, 6), ('--method=mu_loss --lam=1e18 --mu_shift=1e9', 1, 0),
+    ('--method=mu_centering --ckpt_every=6', 8, 6), ('--method=mu_loss --lam=1e38', 1, 0),
     ('--method=norm_softmax --ckpt_every=2 --log_every=10', 1, 6)])
 def test_diverged_run(flags, last_line, kept, trained, monkeypatch, capsys):
     """Shows in a logged loss, a gradient whose norm overflows, or the weights that step 8 would save."""
@@ -29,6 +30,13 @@ def test_diverged_run(flags, last_line, kept, trained, monkeypatch, capsys):
         assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(6 * 4 * 32)
 
 
+def test_log_lines(trained):
+    """The first step, the last one and, unless --log_every is 0, its multiples."""
+    for log_every, logged in ((0, [1, 5]), (2, [1, 2, 4, 5])):
+        out = trained(f'run{log_every}', '--steps=5', f'--log_every={log_every}')
+        assert [line['step'] for line in log_of(out) if 'loss' in line] == logged
+
+
 def test_modes(trained, monkeypatch):
     """What a fork adds, such as dropout, is on in training and off in evaluation; shards are not saved."""
     modes, forward = [], train.GPT.forward
@@ -38,6 +46,36 @@ def test_modes(trained, monkeypatch):
     assert modes == [False, True, False, True, False, False]
     shards = SimpleNamespace(state_dict=lambda: {'E': SimpleNamespace(full_tensor=None)})  # as FSDP has them
     refused(lambda: train.save_checkpoint({'model': shards}, 1, None), 'shard')
+
+
+def test_full_disk_under_stdout(corpus, tmp_path):
+    """Training goes on, and ends with status 0: its own folder may lie on another disk."""
+    argv = [*SMALL, '--steps=3', f'--data={corpus}', f'--out={tmp_path}/run']
+    finish(process(train.main, argv, prepare=(redirect_stdout, '/dev/full')), 0)
+    assert [line['step'] for line in log_of(tmp_path / 'run')] == [0, 1, 2, 3, 3]
+    assert (tmp_path / 'run/result.json').exists()
+
+
+def redirect_stdout(path):
+    os.dup2(os.open(path, os.O_WRONLY), 1)
+
+
+def test_no_compile_is_named(trained, monkeypatch):
+    """The last line of an error of a compiled run says how to do without the compiler."""
+    def no_compiler(*given, **named):
+        raise OSError('no space left in TMPDIR')
+    monkeypatch.setattr(torch, 'compile', no_compiler)
+    with pytest.raises(OSError) as caught:
+        trained('run', '--steps=1', '--compile')
+    assert '--no-compile' in caught.value.__notes__[-1]
+
+
+def test_unfinished_shards(corpus, trained, tmp_path, capsys):
+    data = shutil.copytree(corpus, tmp_path / 'data')
+    for done, warned in ((False, True), (True, False)):
+        train.save({**train.read_json(f'{data}/meta.json'), 'done': done}, f'{data}/meta.json')
+        trained(f'run{done}', '--steps=1', f'--data={data}')
+        assert (f'{data} is not finished' in capsys.readouterr().out) == warned
 
 
 def test_times(trained, monkeypatch, capsys):
@@ -98,7 +136,8 @@ def test_init_from_a_model(trained, capsys):
     assert f'is done; --init_from={source}/model.pt ' in capsys.readouterr().out
     from_source = ('--steps=2', '--lr=1e-30', '--min_lr=0', f'--init_from={source}/model.pt')
     trained('run', *from_source)
-    assert capsys.readouterr().out.count('model.pt has ') == 3
+    said = capsys.readouterr().out
+    assert 'model.pt has method=norm_softmax, this run baseline' in said and 'model.pt has cap=3' in said
     again = trained('again', *from_source, *head, '--seed=2')
     assert 'model.pt has' not in capsys.readouterr().out
     assert [entry['step'] for entry in log_of(again)] == [0, 1, 2, 2]

@@ -1,7 +1,13 @@
 """
-Runs commands of train.py, one a line, each with an --out=FOLDER/NAME of its own, then analyze.py on FOLDER.
-What either would refuse is refused before the first run. The same list again skips the runs that are done and
-resumes the others. What they print is appended to FOLDER/logs/NAME.log.
+Trains a list of runs, then measures and draws them with analyze.py:
+
+    DRY_RUN=1 bash sweep.sh >runs.txt
+    python -m tools.runner --check <runs.txt   # only refuses what could not run, and says how many are done
+    python -m tools.runner --jobs=2 <runs.txt
+
+A line of the list is a command with train.py in it, and all of them have an --out=FOLDER/NAME of their own in
+one FOLDER. What train.py or analyze.py would refuse is refused before the first run. The same list again
+skips the runs that are done and resumes the others. The output of a run is appended to FOLDER/logs/NAME.log.
 """
 import argparse
 import os
@@ -20,54 +26,99 @@ import analyze
 import train
 
 
-def read_run(line):
-    """A command -> its run: the settings, the words, and whether it is done. Refuses what train.py would."""
-    words = shlex.split(line)
-    train.check('train.py' in words and '=' not in words[0], f'no train.py, or NAME=value before it: {line}')
-    match = re.search('--nproc[-_]per[-_]node[= ]([0-9]+)', line)
-    processes = int(match[1]) if match else 1
-    run = train.resolve_args(train.parser.parse_args(words[words.index('train.py') + 1:]), processes)
-    train.check(run.device == 'cpu' or run.processes <= torch.cuda.device_count(), f'too few GPUs: {line}')
-    run.data_fingerprint = train.fingerprint(train.open_data(run))
-    run.done, _ = train.find_start(run)
-    run.words, run.out = words, Path(run.out)
-    return run
+# -------- the list
+def read_launcher(words):
+    """The words before train.py -> how many processes torchrun would start, or 1."""
+    processes = 1
+    for flag in ('--nproc[-_]per[-_]node', '--nnodes'):
+        match = re.search(f'{flag}[= ]([0-9]+)', ' '.join(words))
+        if match:
+            processes *= int(match[1])
+    return processes
 
 
-def read_runs(lines):
+def read_run(line, fingerprints, elsewhere):
+    """
+    A command -> its run: the words of the command, train.py's settings, and whether it is done. Refuses
+    what train.py would, here or on other machines, which have GPUs. `fingerprints` keeps those of the data
+    that were read for earlier runs.
+    """
+    words = shlex.split(os.path.expandvars(line))  # $SCRATCH is in there as a shell would have it
+    train.check('train.py' in words, f'no train.py in: {line}')
+    train.check('=' not in words[0], f'NAME=value before the command, which only a shell understands: {line}')
+    train.check(not any('$' in word for word in words), f'$ without a variable of this name: {line}')
+
+    start = words.index('train.py')
+    settings = train.parser.parse_args(words[start + 1:])
+    if elsewhere and settings.device is None:
+        settings.device = 'cuda'
+    train.resolve_args(settings, read_launcher(words[:start]))
+    if settings.device == 'cuda' and not elsewhere:
+        train.check(settings.processes <= torch.cuda.device_count(), f'too few GPUs: {line}')
+
+    shards = (settings.data, settings.block_size, settings.vocab_size)
+    if shards not in fingerprints:
+        fingerprints[shards] = train.fingerprint(train.open_data(settings))
+    settings.data_fingerprint = fingerprints[shards]
+    done, source = train.find_start(settings)
+    train.check_start(done, source, settings)
+    return argparse.Namespace(words=words, settings=settings, out=Path(settings.out), done=done)
+
+
+def read_runs(lines, elsewhere):
     """The runs of a list of commands; empty lines and comments are skipped."""
     runs = []
+    fingerprints = {}
     for line in lines:
         line = line.strip()
         if line and not line.startswith('#'):
-            runs.append(read_run(line))
+            runs.append(read_run(line, fingerprints, elsewhere))
     train.check(runs, 'no commands on stdin')
     return runs
 
 
+def common_folder(runs):
+    """The folder in which all runs have one of their own."""
+    folder = runs[0].out.parent
+    outs = set()
+    for run in runs:
+        train.check(run.out.parent == folder, f'{run.out} should be in {folder}, as the first --out is')
+        train.check(run.out not in outs, f'two commands have --out={run.out}')
+        outs.add(run.out)
+    return folder
+
+
 def check_comparable(runs, folder):
-    """Refuses now what analyze.py would refuse at the end: these runs, with a made-up loss, and others there."""
+    """Refuses runs that analyze.py could not compare with each other or with the others in their folder."""
+    rows = []
+    for run in runs:
+        rows.append({**vars(run.settings), 'run': str(run.out)})
     outs = {run.out for run in runs}
-    rows = [{**vars(run), 'run': str(run.out)} for run in runs]
     for path in folder.rglob('result.json'):
         if path.parent not in outs:
             config = train.read_json(path.parent / 'config.json')
             rows.append({**config, 'run': str(path.parent)})
+
     table = pd.DataFrame(rows).fillna(float('nan')).infer_objects()
-    analyze.complete(table.assign(test_loss=1.0))
+    table['test_loss'] = 1.0  # which the runs do not have yet
+    analyze.complete(table)
 
 
+# -------- the runs
 def visible_gpus():
-    names = os.environ.get('CUDA_VISIBLE_DEVICES', '0,1,2,3,4,5,6,7').split(',')
-    return names[:torch.cuda.device_count()]
+    """The names of the GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    n = torch.cuda.device_count()
+    if 'CUDA_VISIBLE_DEVICES' in os.environ:
+        return os.environ['CUDA_VISIBLE_DEVICES'].split(',')[:n]
+    return [str(i) for i in range(n)]
 
 
 def start(run, running, gpus, folder):
     """Starts a run on the GPUs that the fewest others use."""
     used = [gpu for other in running for gpu in other.gpus]
     run.gpus = []
-    if run.device == 'cuda':
-        run.gpus = sorted(gpus, key=used.count)[:run.processes]
+    if run.settings.device == 'cuda':
+        run.gpus = sorted(gpus, key=used.count)[:run.settings.processes]
 
     path = os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']  # this python, and its torchrun
     env = {**os.environ, 'PATH': path, 'CUDA_VISIBLE_DEVICES': ','.join(run.gpus)}
@@ -78,8 +129,10 @@ def start(run, running, gpus, folder):
 
 
 def stop(running):
+    """Ends runs by SIGTERM: they save a checkpoint first."""
     for run in running:
-        os.killpg(run.process.pid, signal.SIGTERM)
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGTERM)
     for run in running:
         run.process.wait()
 
@@ -90,65 +143,74 @@ def last_line(path):
 
 
 def run_all(todo, jobs, folder):
-    """Runs them, `jobs` at a time -> the names of those that failed."""
-    todo, running, failed = list(todo), [], []
-    total = len(todo)
+    """
+    Runs them, `jobs` at a time. SIGINT, SIGTERM and the like end the runs, which have sessions of their own,
+    and then this: the numbers of these signals are returned.
+    """
+    signals = []
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            handlers[number] = signal.signal(number, lambda number, frame: signals.append(number))
+
+    waiting = list(todo)
+    running = []
     gpus = visible_gpus()
     begin = time.monotonic()
-    while todo or running:
-        while todo and len(running) < jobs:
-            run = todo.pop(0)
-            try:
-                start(run, running, gpus, folder)
-                running.append(run)
-            except KeyboardInterrupt:
-                stop(running)
-                raise
+    while (waiting or running) and not signals:
+        while waiting and len(running) < jobs:
+            run = waiting.pop(0)
+            start(run, running, gpus, folder)
+            running.append(run)
         time.sleep(0.1)
 
         for run in list(running):
             if run.process.poll() is None:
                 continue
             running.remove(run)
-            if run.process.returncode != 0:
-                failed.append(run.out.name)
-            ended = total - len(todo) - len(running)
+            left = len(waiting) + len(running)
+            ended = len(todo) - left
             seconds_each = (time.monotonic() - begin) / ended
-            minutes = seconds_each * (total - ended) / 60
-            print(f'[{ended}/{total}, about {minutes:.0f} min left] {run.out.name}: {last_line(run.log)}',
-                  flush=True)
-    return failed
+            minutes_left = seconds_each * left / 60
+            progress = f'[{ended}/{len(todo)}, about {minutes_left:.0f} min left]'
+            train.say(f'{progress} {run.out.name}: {last_line(run.log)}')
+
+    stop(running)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return signals
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage='%(prog)s [--jobs=1] <runs.txt', description=__doc__)
+    parser = argparse.ArgumentParser(usage='python -m tools.runner [--jobs=1] [--check] <runs.txt',
+                                     description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--jobs', type=int, default=1, help='how many runs go at once; they may share a GPU')
-    jobs = max(1, parser.parse_args(argv).jobs)
+    parser.add_argument('--check', action='store_true',
+                        help='start nothing; a run without --device=cpu is taken to get its GPUs elsewhere')
+    args = parser.parse_args(argv)
+    train.check(args.jobs > 0, f'--jobs={args.jobs} should be positive')
 
-    runs = read_runs(sys.stdin)
-    folders = {run.out.parent for run in runs}
-    folder = folders.pop()
-    train.check(not folders, f'every --out should be in one folder, {folder}')
-    train.check(len({run.out for run in runs}) == len(runs), 'two commands have the same --out')
+    runs = read_runs(sys.stdin, elsewhere=args.check)
+    folder = common_folder(runs)
     check_comparable(runs, folder)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):  # act as Ctrl-C does, unless nohup ignores them
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
-    (folder / 'logs').mkdir(parents=True, exist_ok=True)
-
     todo = [run for run in runs if not run.done]
-    print(f'{len(todo)} of {len(runs)} runs to do in {folder}, {jobs} at a time; see its logs/', flush=True)
-    try:
-        failed = run_all(todo, jobs, folder)
-    except KeyboardInterrupt:
-        sys.exit('stopped; run the same command again to go on')
+    train.say(f'{len(todo)} of {len(runs)} runs to do in {folder}, the others are done')
+    if args.check:
+        return
 
-    print(f'all have ended, failed: {" ".join(failed) or "none"}; models are measured now', flush=True)
+    (folder / 'logs').mkdir(parents=True, exist_ok=True)
+    signals = run_all(todo, args.jobs, folder)
+    if signals:
+        train.say('stopped; the same command goes on')
+        sys.exit(128 + signals[0])  # as a shell says what a signal has ended
+
+    not_done = [run.out.name for run in todo if not (run.out / 'result.json').exists()]
+    names = ' '.join(not_done)
+    train.say(f'all have ended, not done: {names or "none"}; models are measured now')
     analyze.main([str(folder)])
-    if failed:
-        sys.exit(f'failed; the same command tries again: {" ".join(failed)}')
-    sys.exit(0)
+    if not_done:
+        sys.exit(f'not done, see {folder}/logs; the same command goes on: {names}')
 
 
 if __name__ == '__main__':

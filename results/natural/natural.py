@@ -1,0 +1,317 @@
+"""
+Runs of a model for a laptop in which the paper's harm arises by itself, and what makes it.
+
+    python -m results.natural.natural [TABLE ...]    # trains what has no row yet, two runs at a time
+
+A TABLE is a folder beside this file: results.csv has a row for each run, curves.csv some lines of its log,
+and checkpoints.csv (of the grid) its checkpoints. The runs of `grid` and `quick` are those of sweep.sh; an
+arm of the other tables changes one thing of a run, by one of the functions below.
+"""
+import os
+import subprocess
+import sys
+from multiprocessing import Pool
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+import analyze
+import model
+import train
+from results.mean_logit.mean_logit import cost
+
+HERE = Path(__file__).parent
+PLAIN_HEAD = model.head_logits
+SEEDS = (1, 2, 3)
+
+
+# -------- the arms: each changes one thing of a run
+def rounded(logits, h, E):
+    """Replaces the values of fp32 logits by those of a head in BF16; their gradient stays exact."""
+    logits.data = (h.bfloat16() @ E.bfloat16().T).float()
+    return logits.clone()
+
+
+def head_with_exact_gradient(h, E, config):
+    """BF16 logits, as in training, whose gradient is not rounded on its way to h and E."""
+    return rounded(h @ E.T, h, E)
+
+
+def head_with_rounded_gradient(h, E, config):
+    """fp32 logits, whose gradient is rounded to BF16."""
+    logits = h @ E.T
+    if logits.requires_grad:
+        logits.register_hook(lambda gradient: gradient.bfloat16().float())
+    return logits
+
+
+def head_with_random_scale(h, E, config):
+    """BF16 logits, whose gradient is rounded as if the loss were 2^u times as large, u new in each step."""
+    logits = h @ E.T
+    if logits.requires_grad:
+        scale = 2 ** torch.rand(())
+        logits.register_hook(lambda gradient: (gradient * scale).bfloat16().float() / scale)
+    return rounded(logits, h, E)
+
+
+def momentum_step(E, optimizer):
+    """AdamW's step for all parameters but E, which SGD with momentum moves, at the same learning rate."""
+    before = E.clone()
+    optimizer.step()
+    group = train.group_of(E, optimizer)
+    state = optimizer.state[E]
+    momentum = state['exp_avg'] / (1 - group['betas'][0] ** state['step'])
+    E.copy_(before - group['lr'] * momentum)
+
+
+def token_frequencies(data, vocab_size):
+    """How often each token occurs in the train shards, (V,), as shares."""
+    counts = np.zeros(vocab_size)
+    for path, _ in train.Windows(data, 'train', 1, vocab_size).shards:
+        counts += np.bincount(train.read_shard(path), minlength=vocab_size)
+    return torch.from_numpy(counts / counts.sum()).float()
+
+
+def make_centered(args, weights):
+    """train.make_model with an optimizer that takes the mean of E, weighted by `weights` (V,), off E."""
+    gpt, optimizer = MAKE_MODEL(args)
+
+    def center(*_):
+        gpt.E.sub_(weights @ gpt.E)
+
+    optimizer.register_step_post_hook(center)
+    return gpt, optimizer
+
+
+MAKE_MODEL = train.make_model
+
+
+def apply(arm, data):
+    """Changes model.py and train.py, in this process alone, as an arm says."""
+    heads = {'exact gradient': head_with_exact_gradient,
+             'fp32 logits, BF16 gradient': head_with_rounded_gradient,
+             'gradient at a random scale': head_with_random_scale}
+    if arm in heads:
+        model.head_logits = heads[arm]
+    if arm == 'SGD on E':
+        train.coupled_adam_step = momentum_step
+    if arm == 'centered by frequency':
+        train.make_model = lambda args: make_centered(args, token_frequencies(data, args.vocab_size))
+    if arm == 'centered by rows in use':
+        def mean_of_rows_in_use(args):
+            in_use = token_frequencies(data, args.vocab_size) > 0
+            return make_centered(args, in_use / in_use.sum())
+        train.make_model = mean_of_rows_in_use
+
+
+# -------- what is measured of a checkpoint
+@torch.no_grad()
+def measure(path, config):
+    """A checkpoint's test loss with logits in BF16 and in fp32, and mean logits, over 131,072 positions."""
+    gpt = model.GPT(model.gpt_config(config))
+    gpt.load_state_dict(train.read_checkpoint(path)['model'])
+    windows = train.Windows(config['data'], 'val', config['block_size'], config['vocab_size'])
+    tokens = torch.from_numpy(windows[windows.evenly_spaced(131_072)])
+    f = token_frequencies(config['data'], config['vocab_size'])
+    numbers = analyze.measure_model(gpt, tokens)['numbers']
+
+    h = torch.cat([gpt.hidden(part[:, :-1]).flatten(0, 1) for part in tokens.split(128)])
+    targets = tokens[:, 1:].flatten()
+    for dtype in ('bfloat16', 'float32'):
+        gpt.config.logits_dtype = dtype
+        losses = []
+        for part, of_part in zip(h.split(4096), targets.split(4096), strict=True):
+            _, stats = model.head_loss(PLAIN_HEAD(part, gpt.E, gpt.config), of_part, gpt.config, False)
+            losses.append(stats['loss'])
+        numbers[f'test_loss_{dtype}'] = torch.cat(losses).mean().item()
+    E = gpt.E
+    if config['method'] == 'centered_head':
+        E = E - E.mean(dim=0)
+    numbers['logit_mean_f'] = (h.mean(dim=0) @ (f @ E)).item()  # over the rows, weighted by frequency
+    numbers['h_norm'] = h.norm(dim=1).mean().item()
+    numbers['estimate'] = cost(numbers['logit_mean'], numbers['logit_mean_spread']).item()
+    return numbers
+
+
+def run(table, arm, words):
+    """Trains one run, unless it is done -> its row, lines of its log, and rows of kept checkpoints."""
+    torch.set_num_threads(1)
+    args = train.parser.parse_args(words)
+    apply(arm, args.data)
+    train.main(words)
+
+    out = Path(args.out)
+    config = train.read_json(out / 'config.json')
+    key = {'arm': arm, 'run': out.name}
+    row = {**key, **config, **train.read_json(out / 'result.json'), **measure(str(out / 'model.pt'), config)}
+    row['device'] = config['device_name']
+    row['run'] = out.name
+
+    log = pd.read_json(out / 'log.jsonl', lines=True)
+    every = max(1, len(log) // 100)
+    shown = log[(log.index % every == 0) | log.val_loss.notna()]
+    columns = ['step', 'loss', 'val_loss', 'mu_norm', 'logit_mean', 'logit_mean_spread']
+    curves = shown.reindex(columns=columns).assign(**key)[[*key, *columns]]
+
+    kept = []
+    for path in out.glob('model_*.pt'):
+        step = int(path.stem.removeprefix('model_'))
+        kept.append({**key, 'step': step, **measure(str(path), config)})
+    return row, curves, kept
+
+
+# -------- the runs
+def sweep(grid='laptop', **environment):
+    """The commands of sweep.sh, as lists of train.py's words."""
+    listed = subprocess.run(['bash', 'sweep.sh', grid], env={**os.environ, 'DRY_RUN': '1', **environment},
+                            capture_output=True, text=True, check=True)
+    commands = [line.split() for line in listed.stdout.splitlines()]
+    return [words[words.index('train.py') + 1:] for words in commands]
+
+
+def one(name, flags, seed, rate='1', steps='8000'):
+    """One baseline of sweep.sh laptop with more flags, as train.py's words."""
+    flags = f'{flags} --log_every=100'
+    (words,) = sweep(METHODS='baseline', LRS=rate, STEPS=steps, SEEDS=str(seed), FLAGS=flags)
+    name = name.replace(' ', '_').replace(',', '')
+    words[-1] = f'--out=out/natural/{name}-lr{rate}-{steps}-s{seed}'
+    return words
+
+
+QUICK = dict(STEPS='8000', LRS='1e-3 3e-3 1e-2 3e-2 1e-1 3e-1 1', OUT='out/quick')
+CAUSES = {  # arm: its flags
+    'BF16 logits': '',
+    'fp32 logits': '--logits_dtype=float32',
+    'exact gradient': '',
+    'fp32 logits, BF16 gradient': '--logits_dtype=float32',
+    'gradient at a random scale': '',
+    'Coupled Adam': '--method=coupled_adam',
+    'SGD on E': '--method=coupled_adam',
+    'centered head': '--method=centered_head',
+    'with a gain': '--final_gain',
+}
+RARE = {  # the same with 257 bytes in 320 rows
+    'baseline': '',
+    'fp32 logits': '--logits_dtype=float32',
+    'weight decay': '--method=weight_decay',
+    'z-loss': '--method=z_loss',
+    'soft-capping': '--method=soft_capping',
+    'μ-loss': '--method=mu_loss --lam=0.1',
+    'μ-centering': '--method=mu_centering',
+    'centered by frequency': '',
+    'centered by rows in use': '',
+    'centered head': '--method=centered_head',
+}
+TAKES = {  # what is changed: flags of the baseline, with BF16 and with fp32 logits
+    'nothing': '',
+    'width 192': '--n_embd=192',
+    'width 48': '--n_embd=48',
+    '2 layers': '--n_layer=2',
+    '4 layers': '--n_layer=4',
+    '512 tokens a step': '--batch_size=16',
+    '128 tokens of one sequence': '--batch_size=1 --block_size=128',
+    'β2 0.99': '--beta2=0.99',
+    'β2 0.999': '--beta2=0.999',
+    'no warm-up': '--warmup=0',
+    'warm-up of 4,000 steps': '--warmup=4000',
+    'no clipping': '--grad_clip=0',
+    'a gain': '--final_gain',
+}
+
+
+def list_runs():
+    """All runs as (table, arm, train.py's words), the most telling first."""
+    runs = []
+
+    def add(table, arm, words):
+        runs.append((table, arm, words))
+
+    def add_sweep(table, **environment):
+        for words in sweep(**environment):
+            add(table, '', words)
+
+    def add_fp32_baselines(table, **environment):
+        flags = environment.pop('FLAGS', '') + ' --logits_dtype=float32'
+        for words in sweep(**environment, METHODS='baseline', FLAGS=flags):
+            add(table, 'fp32 logits', [*words[:-1], f'{words[-1]}-fp32head'])
+
+    # the paper's grid: its two largest rates with three seeds, the others with one
+    for rate in ('3e-1', '1e-1'):
+        for seed in SEEDS:
+            settings = dict(LRS=rate, SEEDS=str(seed), OUT='out/laptop', FLAGS='--keep_every=10000')
+            add_sweep('grid', **settings)
+            add_fp32_baselines('grid', **settings)
+    add_sweep('grid', LRS='3e-2 1e-2 3e-3 1e-3 3e-4', OUT='out/laptop', FLAGS='--keep_every=10000')
+
+    # what makes the harm
+    for seed in SEEDS:
+        for arm, flags in CAUSES.items():
+            add('cause', arm, one(arm, flags, seed))
+
+    # the demo
+    for words in sweep('demo', SEEDS='1 2 3 4 5'):
+        add('demo', 'fp32 logits' if words[-1].endswith('-fp32head') else '', words)
+
+    # 257 bytes in 320 rows, and 64 characters in more than 64 rows
+    for seed in SEEDS:
+        for arm, flags in RARE.items():
+            add('rare', arm, one(f'bytes {arm}', f'{flags} --data=data/stdlib', seed))
+    for rows in (96, 128, 256, 640):
+        for arm in ('baseline', 'μ-centering', 'centered by frequency'):
+            add('rare', arm, one(f'{rows} rows {arm}', f'{RARE[arm]} --vocab_size={rows}', 1))
+
+    # what it takes
+    for name, flags in TAKES.items():
+        add('takes', name, one(name, flags, 1))
+        add('takes', f'{name}; fp32 logits', one(f'{name} fp32', f'{flags} --logits_dtype=float32', 1))
+
+    # 8,000 steps: the grid, tied too, and Table 4's values of λ
+    for seed in SEEDS:
+        add_sweep('quick', **QUICK, SEEDS=str(seed))
+        add_fp32_baselines('quick', **QUICK, SEEDS=str(seed))
+    add_sweep('quick', **QUICK, TYING='tied')
+    large = {**QUICK, 'LRS': '1e-1 3e-1 1'}
+    add_sweep('quick', **large, METHODS='z_loss mu_loss', LAMS='1e-7 1e-4 1e-1 1e2')
+
+    # the cause at the paper's rate and steps
+    for arm, flags in CAUSES.items():
+        add('cause_0.3', arm, one(f'paper {arm}', f'{flags} --keep_every=10000', 1, '3e-1', '100000'))
+    return runs
+
+
+def append(rows, path):
+    """Adds rows to a csv file."""
+    if len(rows) == 0:
+        return
+    path.parent.mkdir(exist_ok=True)
+    table = pd.DataFrame(rows)
+    if path.exists():
+        table = table.reindex(columns=pd.read_csv(path, nrows=0).columns)
+    table.to_csv(path, mode='a', header=not path.exists(), index=False, float_format='%.6g')
+
+
+def main(tables):
+    """Runs what has no row yet, of the tables named or of all, two at a time."""
+    todo = []
+    for table, arm, words in list_runs():
+        path = HERE / table / 'results.csv'
+        done = set(pd.read_csv(path).run) if path.exists() else set()
+        name = words[-1].split('/')[-1]
+        if name not in done and (table in tables or not tables):
+            todo.append((table, arm, words))
+    print(f'{len(todo)} runs to do', flush=True)
+
+    with Pool(2, maxtasksperchild=1) as pool:
+        results = [(table, pool.apply_async(run, (table, arm, words))) for table, arm, words in todo]
+        for table, result in results:
+            row, curves, kept = result.get()
+            append([row], HERE / table / 'results.csv')
+            append(curves, HERE / table / 'curves.csv')
+            append(kept, HERE / table / 'checkpoints.csv')
+            print(f'{table}, {row["run"]}: {row["test_loss"]:.3f}, {row["logit_mean"]:.0f}', flush=True)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -1,0 +1,208 @@
+"""README.md's tables and the figures, from the csv files: python -m results.natural.page"""
+import re
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+HERE = Path(__file__).parent
+METHODS = {  # of the grids, in the paper's order
+    'baseline': 'baseline',
+    'fp32 logits': 'baseline, fp32 logits',
+    'weight_decay': 'weight decay',
+    'z_loss': 'z-loss',
+    'soft_capping': 'soft-capping',
+    'mu_loss': 'μ-loss, λ = 0.1',
+    'mu_centering': 'μ-centering',
+}
+SHOWN = {'baseline': '#FF2C00', 'baseline, fp32 logits': 'black', 'μ-loss, λ = 0.1': '#FF9500',
+         'μ-centering': '#00B945'}
+
+
+def read(table, name='results'):
+    """A csv file of a table, with the seed of each run."""
+    rows = pd.read_csv(HERE / table / f'{name}.csv')
+    rows['arm'] = rows.arm.fillna('')
+    rows['seed'] = rows.run.str.extract(r'-s(\d+)', expand=False).astype(int)
+    return rows
+
+
+def read_grid(table):
+    """The runs of a grid of sweep.sh, with the name of their method; λ of μ-loss is 0.1."""
+    rows = read(table)
+    rows['name'] = rows.method.map(METHODS)
+    rows.loc[rows.arm == 'fp32 logits', 'name'] = METHODS['fp32 logits']
+    return rows
+
+
+def markdown(lines, header):
+    """A table in Markdown, whose first column is text."""
+    rule = '---' + '|---:' * (len(header) - 1)
+    return '\n'.join(['|'.join(header), rule, *('|'.join(line) for line in lines)])
+
+
+def mean_and_range(values, digits):
+    """'2.10 [2.05, 2.20]' of several seeds, '2.10' of one, '' of none."""
+    if len(values) == 0:
+        return ''
+    text = f'{values.mean():.{digits}f}'
+    if len(values) > 1:
+        text += f' [{values.min():.{digits}f}, {values.max():.{digits}f}]'
+    return text
+
+
+def by_seed(rows, column, digits):
+    """'4.23, 4.68, 4.75' of seeds 1, 2, 3."""
+    return ', '.join(f'{x + 0:.{digits}f}' for x in rows.sort_values('seed')[column])
+
+
+# -------- the tables
+def grid_table(table, rates, tying=0):
+    """The test loss of each method at each rate: means over the seeds there are [lowest, highest]."""
+    rows = read_grid(table)
+    default = (rows.method != 'mu_loss') | (rows.lam == 0.1)
+    default &= (rows.method != 'z_loss') | (rows.lam == 1e-4)
+    rows = rows[default & (rows.weight_tying == tying)]
+    lines = []
+    for name in METHODS.values():
+        cells = [rows[(rows.name == name) & (rows.lr == rate)].test_loss for rate in rates]
+        if any(len(cell) for cell in cells):
+            lines.append([name, *(mean_and_range(cell, 3) for cell in cells)])
+    return markdown(lines, ['learning rate', *(f'{rate:g}' for rate in rates)])
+
+
+def sign_table():
+    """The mean logit of the baseline by rate, in both grids."""
+    lines = []
+    for table, label in (('quick', '8,000 steps'), ('grid', '100,000 steps')):
+        rows = read_grid(table)
+        rows = rows[(rows.name == 'baseline') & (rows.weight_tying == 0)]
+        rates = [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
+        lines.append([label, *(by_seed(rows[rows.lr == rate], 'logit_mean', 0) for rate in rates)])
+    return markdown(lines, ['mean logit at', *(f'{rate:g}' for rate in rates)])
+
+
+def arms_table(table, columns):
+    """A line for each arm, the columns for seeds 1, 2 and 3."""
+    rows = read(table)
+    lines = []
+    for arm, of_arm in rows.groupby('arm', sort=False):
+        lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in columns.values())])
+    return markdown(lines, ['', *columns])
+
+
+def demo_table():
+    """The test loss of the demo's four runs, by seed."""
+    rows = read_grid('demo')
+    seeds = sorted(rows.seed.unique())
+    lines = []
+    for name in SHOWN:
+        losses = rows[rows.name == name].set_index('seed').test_loss
+        lines.append([name, *(f'{losses[seed]:.2f}' for seed in seeds)])
+    return markdown(lines, ['', *(f'seed {seed}' for seed in seeds)])
+
+
+CAUSE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), '‖μ‖': ('mu_norm', 0)}
+RARE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
+        'weighted by frequency': ('logit_mean_f', 0)}
+
+
+def rare_table():
+    """257 bytes in 320 rows: three seeds."""
+    rows = read('rare')
+    rows = rows[rows.run.str.startswith('bytes')]
+    lines = []
+    for arm, of_arm in rows.groupby('arm', sort=False):
+        lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in RARE.values())])
+    return markdown(lines, ['', *RARE])
+
+
+def unused_table():
+    """64 characters in more rows: what share of the drift centering leaves."""
+    rows = read('rare')
+    rows = rows[~rows.run.str.startswith('bytes')]
+    lines = []
+    for n, part in rows.groupby('vocab_size'):
+        part = part.set_index('arm')
+        left = part.logit_mean_f['μ-centering'] / part.logit_mean_f['baseline']
+        lines.append([f'{n}', f'{1 - 64 / n:.2f}', f'{left:.2f}',
+                      *(f'{part.test_loss[arm]:.2f}' for arm in part.index)])
+    return markdown(lines, ['rows of the head', 'predicted share', 'share left', *part.index])
+
+
+def takes_table():
+    """Test losses in BF16 and in fp32, one seed."""
+    rows = read('takes')
+    rows['what'] = rows.arm.str.removesuffix('; fp32 logits')
+    lines = []
+    for what, pair in rows.groupby('what', sort=False):
+        fp32 = pair.arm.str.endswith('; fp32 logits')
+        bf16 = pair[~fp32].iloc[0]
+        if fp32.any():
+            loss = pair[fp32].test_loss.iloc[0]
+            lines.append([what, f'{bf16.test_loss:.2f}', f'{loss:.2f}', f'{bf16.test_loss - loss:+.2f}',
+                          f'{bf16.logit_mean + 0:.0f}'])
+    return markdown(lines, ['changed', 'BF16 logits', 'fp32 logits', 'difference', 'mean logit (BF16)'])
+
+
+def evaluation_table():
+    """Seed 1 of the baseline at 0.3: its checkpoints with their logits in BF16 and in fp32, and the twin."""
+    rows = read('grid', 'checkpoints')
+    rows = rows[(rows.seed == 1) & rows.run.str.contains('baseline-lr0.3')]
+    twin = rows[rows.arm == 'fp32 logits'].set_index('step')
+    lines = []
+    for _, row in rows[rows.arm == ''].sort_values('step').iterrows():
+        bf16, fp32 = row.test_loss_bfloat16, row.test_loss_float32
+        lines.append([f'{row.step:,}', f'{row.logit_mean:.0f} ± {row.logit_mean_spread:.0f}', f'{bf16:.2f}',
+                      f'{fp32:.2f}', f'{twin.test_loss_float32[row.step]:.2f}', f'{bf16 - fp32:.2f}',
+                      f'{row.estimate:.2f}'])
+    return markdown(lines, ['step', 'mean logit ± spread', 'loss with BF16 logits', 'with fp32 logits',
+                            'a twin trained with fp32 logits', 'rounding at evaluation', 'estimate'])
+
+
+TABLES = {
+    'grid': lambda: grid_table('grid', [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3]),
+    'quick': lambda: grid_table('quick', [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]),
+    'tied': lambda: grid_table('quick', [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1], tying=1),
+    'sign': sign_table,
+    'demo': demo_table,
+    'cause': lambda: arms_table('cause', CAUSE),
+    'cause_0.3': lambda: arms_table('cause_0.3', CAUSE),
+    'evaluation': evaluation_table,
+    'rare': rare_table,
+    'unused': unused_table,
+    'takes': takes_table,
+}
+
+
+def with_tables(text):
+    """The page with what stands between <!-- NAME --> and <!-- end --> replaced by the table of that name."""
+    def table(match):
+        name = match[1]
+        return f'<!-- {name} -->\n{TABLES[name]()}\n<!-- end -->'
+    return re.sub(r'<!-- ([\w.]+) -->\n.*?<!-- end -->', table, text, flags=re.S)
+
+
+# -------- the figure
+def draw():
+    """Val loss and mean logit against the step, at 0.3, a line for each seed."""
+    rows = read_grid('grid')
+    curves = read('grid', 'curves')
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout='constrained')
+    for name, color in SHOWN.items():
+        for run in rows[(rows.name == name) & (rows.lr == 0.3)].itertuples():
+            curve = curves[(curves.run == run.run) & (curves.arm == run.arm) & (curves.step > 0)]
+            label = name if run.seed == 1 else None
+            for ax, column in zip(axes, ('val_loss', 'logit_mean'), strict=True):
+                shown = curve.dropna(subset=column)
+                ax.plot(shown.step, shown[column], color=color, linewidth=1.2, label=label)
+    axes[0].set(xlabel='step', ylabel='val loss', ylim=(1.4, 4))
+    axes[1].set(xlabel='step', ylabel='mean logit')
+    axes[0].legend(frameon=False)
+    figure.savefig(HERE / 'figure.png', dpi=120)
+
+
+if __name__ == '__main__':
+    page = HERE / 'README.md'
+    page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
+    draw()

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# One task of a Slurm job array: trains the run in line SLURM_ARRAY_TASK_ID of a list. Edit it for your cluster.
+#
+#     DRY_RUN=1 NPROC=4 bash sweep.sh >runs.txt
+#     python -m tools.runner --check <runs.txt        # refuses now what the tasks would refuse
+#     sbatch --array=1-420%8 tools/slurm.sh runs.txt  # 8 runs at a time
+#     sbatch --dependency=afterany:JOB --wrap='python analyze.py out/paper'
+#
+# A task that is requeued, or submitted again, goes on from its last checkpoint; if its run is done it ends.
+#SBATCH --gpus-per-node=4         # NPROC of the list
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --requeue                 # where nodes fail or jobs are preempted
+#SBATCH --signal=B:USR1@300       # to this script, five minutes before the time limit
+#SBATCH --output=slurm-%A_%a.log  # a log for each line of the list,
+#SBATCH --open-mode=append        # which goes on when the task is requeued
+
+task="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+command=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
+echo "$(date), $(hostname): $command"
+if [ -z "$command" ] || [ "${command:0:1}" = '#' ]; then
+  exit
+fi
+
+# A run that gets SIGTERM saves a checkpoint of its step and ends
+end_run() {
+  kill -TERM $run 2>/dev/null
+}
+
+# With --nodes=2 --ntasks-per-node=1 a run is on two nodes, with a torchrun on each
+if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
+  head=$(scontrol show hostnames | head -n 1)
+  nodes="--nnodes=$SLURM_NTASKS --rdzv_backend=c10d --rdzv_endpoint=$head:29500 --rdzv_id=$task"
+  command="srun --cpus-per-task=$SLURM_CPUS_PER_TASK ${command/--standalone/$nodes}"
+  end_run() {
+    scancel --signal=TERM "$task"  # in all nodes; srun would kill what it has started
+  }
+fi
+
+requeue=no
+trap 'end_run' TERM  # from scancel, or as the job is preempted
+trap 'requeue=yes; end_run' USR1
+
+eval "$command &"
+run=$!
+wait $run
+status=$?
+while kill -0 $run 2>/dev/null; do  # a signal has ended `wait`, but not yet the run
+  wait $run
+  status=$?
+done
+
+if [ $requeue = yes ] && [ $status != 0 ]; then
+  scontrol requeue "$task"  # SLURM_JOB_ID would not do: of one task it is the id of the whole array
+fi
+exit $status
