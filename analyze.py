@@ -346,7 +346,7 @@ def lines_on_differences(rows, columns):
     differing = differences(rows, columns)
     if not differing:
         return []
-    return [f'runs differ in {", ".join(differing)}, which names do not show']
+    return [f'Runs differ in {", ".join(differing)}, which no name shows.']
 
 
 def column_names(header):
@@ -395,7 +395,7 @@ def read_runs(path):
           'nan; a run that has not ended should go')
 
     texts = []
-    statistics = []
+    statistics = []  # that analyze.py does not know
     for name in rows.columns.difference(TEXTS):
         cells = rows[name].str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
         values = pd.to_numeric(cells, errors='coerce').astype(float)
@@ -406,14 +406,14 @@ def read_runs(path):
                 statistics.append(name)
         else:
             check(name not in RESULTS, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
-            if name not in FLAGS:
+            if name not in {*FLAGS, *train.MAY_CHANGE}:
                 texts.append(name)
 
     lines = lines_on_differences(rows, ['commit', *texts])
     differing = differences(rows, statistics)
     if differing:
-        lines.append(f'{", ".join(differing)}: of no flag of train.py, so taken as statistics; runs that '
-                     'differ in them have the same name')
+        lines.append(f'Taken as statistics, as train.py has no such flag: {", ".join(differing)}. Runs that '
+                     'differ in them have one name.')
     same = [name for name in statistics if name not in differing]  # which say nothing
     return complete(rows.drop(columns=texts + same)), lines
 
@@ -453,7 +453,9 @@ def thinned(log):
 
 def read_folders(folders):
     """The runs anywhere in `folders`, a row each; their curves; lines on what is missing."""
-    runs, curves, lines = [], [], []
+    runs = []
+    curves = []
+    lines = []
     for folder in find_runs(folders):
         try:
             run, log = read_run(folder)
@@ -473,7 +475,9 @@ def read_folders(folders):
 
 def measure_runs(runs):
     """Measures each run -> its statistics, a row for each; rows of distributions.csv; lines on failures."""
-    statistics, distributions, lines = [], [], []
+    statistics = []
+    distributions = []
+    lines = []
     for i, run in enumerate(runs.itertuples(), 1):
         print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
         try:
@@ -641,7 +645,8 @@ def select_for_lrs(line):
 
     selected = [line[:0].assign(note='')]
     for variant, runs in line.groupby('variant', sort=False):
-        own_rates, own_seeds = rates, whole[variant]
+        own_rates = rates
+        own_seeds = whole[variant]
         if not own_seeds:
             own_rates = usual_rates(runs)
             own_seeds = seeds_with(runs, own_rates)
@@ -703,17 +708,17 @@ def lines_on_left_out(runs):
 def lrs_of_line(line):
     """The runs of a line of a table -> rows of learning_rate_sensitivity, and lines_on_left_out."""
     selected = select_for_lrs(line)
-    is_compared = selected.note == ''
-    marks = behind(selected[is_compared])
+    marks = behind(selected[selected.note == ''])
 
-    rows, values = [], {}
+    rows = []
+    compared = {}  # {variant: LRS (n - 1) of each of the same seeds}
     for variant, runs in selected.groupby('variant', sort=False):
         rates = runs.lr.unique()
         n = len(rates)
         sums = np.array([sum_above_lowest(of_seed) for _, of_seed in runs.groupby('seed')])
-        if runs.note.iloc[0] == '':
-            values[variant] = sums / (n - 1)
         lrs_n1 = sums / (n - 1)
+        if runs.note.iloc[0] == '':
+            compared[variant] = lrs_n1
         rows.append({
             **runs.iloc[0],
             'n_rates': n,
@@ -724,7 +729,7 @@ def lrs_of_line(line):
             'lrs_n1': lrs_n1.mean(),
             'lrs_n1_lowest': lrs_n1.min(),
             'lrs_n1_highest': lrs_n1.max()})
-    best = lowest_lrs(values)
+    best = lowest_lrs(compared)
     for row in rows:
         row['lowest'] = row['variant'] in best
     return rows, lines_on_left_out(line.drop(selected.index))
@@ -737,7 +742,8 @@ def learning_rate_sensitivity(runs, line=METHODS_LINE):
     is 1 if the variant is at one of the rates; `lowest` says whether its LRS is the lowest of the line.
     Neither is said of a variant with a `note`, see select_for_lrs. And lines that name runs left out.
     """
-    rows, lines = [], []
+    rows = []
+    lines = []
     for _, part in runs.groupby(line, sort=False, dropna=False):
         rows_of_line, left_out = lrs_of_line(part)
         rows += rows_of_line
@@ -770,7 +776,7 @@ def lines_on_rounding(runs):
     """[a line on the two runs farthest apart of those that differ in logits_dtype alone], or []."""
     pairs = []
     by = [*report.PLACE, 'method', 'lam', 'setting', 'seed']
-    for _, alike in runs.groupby(by, dropna=False, sort=False):
+    for _, alike in runs.dropna(subset='capped_loss').groupby(by, dropna=False, sort=False):
         if len(alike) > 1:
             ordered = alike.sort_values('capped_loss', kind='stable', ascending=False)
             pairs.append((ordered.iloc[0], ordered.iloc[-1]))
@@ -818,7 +824,8 @@ def compare(runs):
     methods, left_out = learning_rate_sensitivity(of_default_lam(runs))
     several, also_left_out = learning_rate_sensitivity(of_several_lam(runs), LAM_LINE)
     lines = []
-    if max(methods.n_rates.max(), several.n_rates.max()) >= report.MIN_RATES:  # with fewer none is shown
+    n_rates = [*methods.n_rates, *several.n_rates]
+    if max(n_rates, default=0) >= report.MIN_RATES:  # with fewer none is shown
         lines = list(dict.fromkeys(left_out + also_left_out))  # each once
         if runs.init_loss.isna().any():
             lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')

@@ -113,13 +113,14 @@ def lrs_table(lrs, column, title):
     if lrs.seeds.max() > 1:
         caption += ' Means over seeds [lowest, highest].'
     compared = lrs[lrs.note == '']
-    of_sizes = []
-    for rates, rows in compared.groupby('rates', sort=False):
-        of_sizes.append(f'{", ".join(rows["size"].unique())}: {rates}')
-    caption += (
-        f' The cells of a line are compared, over the same seeds and learning rates ({"; ".join(of_sizes)}). '
-        'Bold: the lowest, if no other has a seed as low as its highest. Underlined: within 1% of the lowest '
-        'test loss at every learning rate.')
+    if len(compared):
+        of_sizes = []
+        for rates, rows in compared.groupby('rates', sort=False):
+            of_sizes.append(f'{", ".join(rows["size"].unique())}: {rates}')
+        caption += (
+            ' The cells of a line are compared, over the same seeds and learning rates '
+            f'({"; ".join(of_sizes)}). Bold: the lowest, if no other has a seed as low as its highest. '
+            'Underlined: within 1% of the lowest test loss at every learning rate.')
     if len(compared) < len(lrs):
         caption += ' (n lr), (seed ...): not compared, as it is of these learning rates or seeds alone.'
     if '-' in cells.values() or len(cells) < lrs['size'].nunique() * lrs[column].nunique():
@@ -189,7 +190,7 @@ FILLED = (
     'and learning rate here, or not finite. Grey: alone there, or without the seeds of the others. '
     'Triangles lie above the axis.')
 FIGURES = {  # title, caption
-    'summary': ('Test loss and mean logit, three methods', f'Of the first size. {FILLED}'),
+    'summary': ('Test loss and mean logit', f'Baseline, μ-loss and μ-centering, of the first size. {FILLED}'),
     'loss': ('Test loss against learning rate', f"{FILLED} (The paper's Figures 2 and 9)"),
     'statistics': ('Mean embedding and logits against learning rate', (
         'Means over positions and seeds, without runs whose test loss is not finite. Filled: as in the '
@@ -471,7 +472,8 @@ def describe(runs):
     parts = [f'Runs: {len(runs)}.']
     for column in runs.columns.intersection(DESCRIBED, sort=False):
         values = [x if isinstance(x, str) else f'{x:.12g}' for x in runs[column].dropna().unique() if x != '']
-        if values and values != ['0']:  # 0: perhaps unknown
+        unknown = column == 'seed' and values == ['0']  # analyze.py calls it 0
+        if values and not unknown:
             parts.append(f'{column}: {", ".join(values)}.')
     lines = [' '.join(parts)]
 
