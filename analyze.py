@@ -190,7 +190,9 @@ def measure_checkpoint(path, run_id, windows):
         raise ValueError(f'{path.name} is of another run: its run_id differs from that of config.json')
     gpt = GPT(gpt_config(saved['config'])).to('cuda' if torch.cuda.is_available() else 'cpu')
     gpt.load_state_dict(saved['model'])
-    return {'step': saved['step'], **measure_model(gpt, windows)}
+    step = saved['step']
+    del saved  # or the optimizer's moments would stay in memory
+    return {'step': step, **measure_model(gpt, windows)}
 
 
 def measure_run(folder):
@@ -955,7 +957,7 @@ def lines_on_names(runs):
 # -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders with runs: out/demo')
+parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders of runs, or with runs in them: out/demo')
 parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
 parser.add_argument('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME)')
 
