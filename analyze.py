@@ -923,22 +923,26 @@ def lines_on_largest_mean(runs):
 
 
 def lines_on_rounding(runs):
-    """[a line on the two runs farthest apart of those that differ in logits_dtype alone], or []."""
-    pairs = []
-    by = [*report.PLACE, 'method', 'lam', 'setting', 'seed']
-    for _, alike in runs.dropna(subset='capped_loss').groupby(by, dropna=False, sort=False):
-        if len(alike) > 1:
-            ordered = alike.sort_values('capped_loss', kind='stable', ascending=False)
-            pairs.append((ordered.iloc[0], ordered.iloc[-1]))
-    if not pairs:
+    """
+    [a line on the two runs farthest apart of those that differ in logits_dtype alone, and on all others of
+    their seed and learning rate, from the highest test loss to the lowest], or [].
+    """
+    farthest = 0.0
+    beside = []
+    for _, place in runs.dropna(subset='capped_loss').groupby([*report.PLACE, 'setting', 'seed'], sort=False):
+        for _, alike in place.groupby(['method', 'lam'], dropna=False):
+            gap = alike.capped_loss.max() - alike.capped_loss.min()
+            if alike.rounding.nunique() > 1 and gap >= farthest:
+                farthest = gap
+                beside = [run for _, run in place.sort_values('capped_loss', ascending=False).iterrows()]
+    if not beside:
         return []
 
-    higher, lower = max(pairs, key=lambda pair: pair[0].capped_loss - pair[1].capped_loss)
     ends = []
-    for run in (higher, lower):
-        mean = '' if math.isnan(run.logit_mean) else f' (mean logit {run.logit_mean:,.0f})'
+    for run in beside:
+        mean = '' if math.isnan(run.logit_mean) else f' (mean logit {round(run.logit_mean):,})'
         ends.append(f'{run.variant} ends at {run.test_loss:.2f}{mean}')
-    return [f'Rounding of the logits alone, at η = {higher.lr:g}: {" and ".join(ends)}.']
+    return [f'What rounding of the logits does at η = {beside[0].lr:g}: {"; ".join(ends)}.']
 
 
 def lines_on_names(runs):

@@ -49,9 +49,15 @@ LABELS = {
 def with_looks(rows, everything):
     """Rows with the color of their variant and the marker and dash of their size, of all in `everything`."""
     colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
-    others = [variant for variant in everything.variant.unique() if variant not in colors]
-    for i, variant in enumerate(others):
-        colors[variant] = OTHERS[i % len(OTHERS)]
+    variants = everything.variant.unique()
+    others = 0
+    for variant, method in everything.drop_duplicates('variant')[['variant', 'method']].values:
+        name = NAMES.get(method, method)
+        if name in colors and name not in variants:
+            colors[variant] = colors.pop(name)  # of a method that ran with another λ alone, say
+        elif variant not in colors:
+            colors[variant] = OTHERS[others % len(OTHERS)]
+            others += 1
 
     styles = dict(STYLES)
     others = [size for size in everything['size'].unique() if size not in styles]
