@@ -78,7 +78,7 @@ def read_runs(lines, elsewhere):
 
 
 def common_folder(runs):
-    """The folder in which all runs have one of their own."""
+    """The folder in which each run has a folder of its own. Refuses runs that do not."""
     folder = runs[0].out.parent
     outs = set()
     for run in runs:
@@ -89,7 +89,10 @@ def common_folder(runs):
 
 
 def check_comparable(runs, folder):
-    """Refuses runs that analyze.py could not compare with each other or with the others in their folder."""
+    """
+    Refuses runs that analyze.py could not compare with each other or with the others in their folder:
+    analyze.complete is what refuses them.
+    """
     rows = []
     for run in runs:
         rows.append({**vars(run.settings), 'run': str(run.out)})
@@ -138,14 +141,15 @@ def stop(running):
 
 
 def last_line(path):
+    """The last line of a run's log, which says how it ended."""
     lines = path.read_text(errors='replace').splitlines()
     return lines[-1] if lines else ''
 
 
 def run_all(todo, jobs, folder):
     """
-    Runs them, `jobs` at a time. SIGINT, SIGTERM and the like end the runs, which have sessions of their own,
-    and then this: the numbers of these signals are returned.
+    Runs `todo`, `jobs` at a time. SIGINT, SIGTERM and the like stop all runs and end the loop. Returns the
+    numbers of these signals.
     """
     signals = []
     handlers = {}
@@ -157,25 +161,27 @@ def run_all(todo, jobs, folder):
     running = []
     gpus = visible_gpus()
     begin = time.monotonic()
-    while (waiting or running) and not signals:
-        while waiting and len(running) < jobs:
-            run = waiting.pop(0)
-            start(run, running, gpus, folder)
-            running.append(run)
-        time.sleep(0.1)
+    try:
+        while (waiting or running) and not signals:
+            while waiting and len(running) < jobs:
+                run = waiting.pop(0)
+                start(run, running, gpus, folder)
+                running.append(run)
+            time.sleep(0.1)
 
-        for run in list(running):
-            if run.process.poll() is None:
-                continue
-            running.remove(run)
-            left = len(waiting) + len(running)
-            ended = len(todo) - left
-            seconds_each = (time.monotonic() - begin) / ended
-            minutes_left = seconds_each * left / 60
-            progress = f'[{ended}/{len(todo)}, about {minutes_left:.0f} min left]'
-            train.say(f'{progress} {run.out.name}: {last_line(run.log)}')
+            for run in list(running):
+                if run.process.poll() is None:
+                    continue
+                running.remove(run)
+                left = len(waiting) + len(running)
+                ended = len(todo) - left
+                seconds_each = (time.monotonic() - begin) / ended
+                minutes_left = seconds_each * left / 60
+                progress = f'[{ended}/{len(todo)}, about {minutes_left:.0f} min left]'
+                train.say(f'{progress} {run.out.name}: {last_line(run.log)}')
+    finally:
+        stop(running)  # they have sessions of their own, so no signal reaches them otherwise
 
-    stop(running)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return signals
@@ -206,11 +212,10 @@ def main(argv=None):
         sys.exit(128 + signals[0])  # as a shell says what a signal has ended
 
     not_done = [run.out.name for run in todo if not (run.out / 'result.json').exists()]
-    names = ' '.join(not_done)
-    train.say(f'all have ended, not done: {names or "none"}; models are measured now')
+    train.say(f'all runs have ended, {len(not_done)} of them are not done; the models are measured now')
     analyze.main([str(folder)])
     if not_done:
-        sys.exit(f'not done, see {folder}/logs; the same command goes on: {names}')
+        sys.exit(f'not done, see {folder}/logs; the same command goes on: {" ".join(not_done)}')
 
 
 if __name__ == '__main__':

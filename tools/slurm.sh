@@ -22,26 +22,26 @@ if [ -z "$command" ] || [ "${command:0:1}" = '#' ]; then
   exit
 fi
 
-# A run that gets SIGTERM saves a checkpoint of its step and ends
-end_run() {
-  kill -TERM $run 2>/dev/null
-}
-
 # With --nodes=2 --ntasks-per-node=1 a run is on two nodes, with a torchrun on each
 if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
   head=$(scontrol show hostnames | head -n 1)
   nodes="--nnodes=$SLURM_NTASKS --rdzv_backend=c10d --rdzv_endpoint=$head:29500 --rdzv_id=$task"
   command="srun --cpus-per-task=$SLURM_CPUS_PER_TASK ${command/--standalone/$nodes}"
-  end_run() {
-    scancel --signal=TERM "$task"  # in all nodes; srun would kill what it has started
-  }
 fi
 
+end_run() {  # a run that gets SIGTERM saves a checkpoint of its step and ends
+  if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
+    scancel --signal=TERM "$task"  # in all nodes; a signal to srun would kill what it has started
+  else
+    kill -TERM $run 2>/dev/null
+  fi
+}
+
 requeue=no
-trap 'end_run' TERM  # from scancel, or as the job is preempted
+trap end_run TERM  # from scancel, or as the job is preempted
 trap 'requeue=yes; end_run' USR1
 
-eval "$command &"
+eval "$command &"  # with & inside eval, $! is the run itself and not a shell around it
 run=$!
 wait $run
 status=$?
@@ -51,6 +51,6 @@ while kill -0 $run 2>/dev/null; do  # a signal has ended `wait`, but not yet the
 done
 
 if [ $requeue = yes ] && [ $status != 0 ]; then
-  scontrol requeue "$task"  # SLURM_JOB_ID would not do: of one task it is the id of the whole array
+  scontrol requeue "$task"  # not SLURM_JOB_ID: one task of the array has the id of the whole array
 fi
 exit $status
