@@ -483,7 +483,7 @@ def read_runs(path):
 
 
 # -------- a sweep's folders
-OF_CHECKPOINT = ['run', 'variant', 'size', 'weight_tying', 'lr', 'seed']  # the columns that say whose it is
+OF_CHECKPOINT = ['run', 'method', 'variant', 'size', 'weight_tying', 'lr', 'seed']  # whose it is
 BESIDE = {  # the csv files beside results.csv, and columns that they have even without rows
     'curves': ['run', 'step'],
     'distributions': ['run', 'quantity'],
@@ -961,7 +961,7 @@ def lines_on_names(runs):
 # -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders of runs, or with runs in them: out/demo')
+parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders of runs or sweeps: out/demo')
 parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
 parser.add_argument('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME)')
 
@@ -992,7 +992,8 @@ def draw(runs, methods, everything, beside):
     which are of everything. Each figure is marked by the runs that it shows.
     """
     checkpoints = beside['checkpoints']
-    named = pd.concat([everything[['variant', 'size']], checkpoints[['variant', 'size']]])
+    names = ['method', 'variant', 'size']
+    named = pd.concat([everything[names], checkpoints[names]])
     default = report.with_looks(of_default_lam(runs), named)
     several = report.with_looks(of_several_lam(runs), named)
     methods = report.with_looks(methods, named)
