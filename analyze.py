@@ -5,9 +5,10 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
 
-It writes results.csv, a row for each run; curves.csv, of the logs; distributions.csv, over positions or the
-vocabulary; lrs.csv; and what tools/report.py draws. Symbols are model.py's; a star marks what is centered,
-e*_i = e_i - mu. Losses are in nats per token.
+It writes results.csv, a row for each run; checkpoints.csv, a row for each checkpoint, of runs that have not
+ended too; curves.csv, of the logs; distributions.csv, over positions or the vocabulary; lrs.csv; and what
+tools/report.py draws. Symbols are model.py's; a star marks what is centered, e*_i = e_i - mu. Losses are in
+nats per token.
 """
 import argparse
 import fcntl
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,8 @@ from tools import report
 from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
-STATISTICS = 'statistics_v9.json'  # kept in a run's folder; a new name if what is measured changes
+STATISTICS = 'statistics_v10.json'  # kept in a run's folder; a new name if what is measured changes
+TOOLS = Path(__file__).parent / 'tools'
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 
@@ -72,15 +75,41 @@ def concatenate(parts):
     return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}
 
 
+def cross_entropy(gpt, tokens, targets, logits_dtype):
+    """tokens, targets (B, T) -> the cross entropy of each position, (B T,), with logits in this dtype."""
+    own_config = gpt.config
+    gpt.config = replace(own_config, logits_dtype=logits_dtype)  # GPT.logits reads it there
+    logits = gpt.logits(tokens).flatten(0, 1)
+    gpt.config = own_config
+    return F.cross_entropy(logits, targets.flatten(), reduction='none')
+
+
+def estimate_bf16_cost(mean, spread):
+    """
+    What BF16 logits cost in nats, by the estimate of results/mean_logit, which holds up to means of 2,048.
+    The positions' mean logits are taken to be normal, with this mean and standard deviation `spread`.
+
+    BF16 keeps 8 significant bits, so the logits around a mean m are s = 2^(floor(log2 |m|) - 7) apart. Their
+    rounding errors are uniform in +-s/2, and log Z grows by log of the mean of exp(error), which is
+    log(sinh(s/2) / (s/2)).
+    """
+    quantiles = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    means = mean + spread * torch.special.ndtri(quantiles)
+    half = 2 ** (means.abs().clamp(1e-3).log2().floor() - 8)  # s / 2
+    return (half.sinh() / half).log().mean().item()
+
+
 @torch.no_grad()
 def measure_positions(gpt, windows):
     """
     A GPT and test windows (n, T + 1) int64 -> a dict of statistics of each position, (n T,) each: those of
-    head_loss and of centering_ratios, and cross_entropy. The three of centering_ratios are of e_i . h alone,
-    the others of the model's own logits.
+    head_loss and of centering_ratios, cross_entropy, and bf16_cost, which is the cross entropy with BF16
+    logits minus the one with fp32 logits. The three of centering_ratios are of e_i . h alone, the others of
+    the model's own logits.
     """
     gpt.eval()
     E = gpt.E
+    own_dtype = gpt.config.logits_dtype
     parts = []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -88,8 +117,11 @@ def measure_positions(gpt, windows):
         del stats['reg']  # of the training loss alone
 
         # cross entropy anew: a fork may have put another loss into head_loss of model.py
-        logits = gpt.logits(tokens).flatten(0, 1)
-        stats['cross_entropy'] = F.cross_entropy(logits, targets.flatten(), reduction='none')
+        losses = {}
+        for dtype in {own_dtype, 'bfloat16', 'float32'}:
+            losses[dtype] = cross_entropy(gpt, tokens, targets, dtype)
+        stats['cross_entropy'] = losses[own_dtype]
+        stats['bf16_cost'] = losses['bfloat16'] - losses['float32']
 
         h = gpt.hidden(tokens).flatten(0, 1).float()
         parts.append({**stats, **centering_ratios(h, E.float())})
@@ -123,47 +155,79 @@ def measure_model(gpt, windows):
         'r_log_below_1_too': (r_log < 1).double().mean().item(),
         'cross_entropy': cross_entropy,
     }
+    if not gpt.config.cap and gpt.config.head_mode != 'norm_softmax':  # which change logits after rounding
+        spread = numbers['logit_mean_spread']
+        numbers['bf16_estimate'] = estimate_bf16_cost(numbers['logit_mean'], spread)
     return {'numbers': numbers, 'distributions': distributions}
 
 
 # -------- a run's folder
-def load_model(path, run_id):
-    """The GPT of a run's .pt file, on the GPU if there is one, and its config. Raises for another run's."""
-    saved = train.read_checkpoint(str(path))
-    config = saved['config']
-    if config['run_id'] != run_id:
-        raise ValueError(f'{path.name} is of another run: its run_id differs from that of config.json')
-    gpt = GPT(gpt_config(config)).to('cuda' if torch.cuda.is_available() else 'cpu')
-    gpt.load_state_dict(saved['model'])
-    return gpt, config
+def checkpoints_in(folder):
+    """The checkpoints in a run's folder: those kept on the way, by step, then ckpt.pt or model.pt."""
+    steps = {}
+    for path in folder.glob('model_*.pt'):
+        step = path.stem.removeprefix('model_')
+        if step.isdigit():
+            steps[int(step)] = path
+    last = [folder / name for name in ('ckpt.pt', 'model.pt') if (folder / name).exists()]
+    return [steps[step] for step in sorted(steps)] + last
 
 
-def load_windows(config, folder):
-    """The test windows (n, T + 1) int64 of a run, by its config. Raises if `folder` has other shards."""
-    data = train.open_data(argparse.Namespace(**{**config, 'data': folder}))  # [train, test]
-    if train.fingerprint(data) != config['data_fingerprint']:
-        raise ValueError(f'{folder} does not hold the shards of the training')
+def load_windows(settings):
+    """The test windows (n, T + 1) int64 of a run, by its config.json. Raises if the shards have changed."""
+    data = train.open_data(argparse.Namespace(**settings))  # [train, test]
+    if train.fingerprint(data) != settings['data_fingerprint']:
+        raise ValueError(f'{settings["data"]} does not hold the shards of the training')
     test = data[1]
-    ids = test.evenly_spaced(min(POSITIONS, config['test_tokens']))
+    ids = test.evenly_spaced(min(POSITIONS, settings['test_tokens']))
     return torch.from_numpy(test[ids])
 
 
+def measure_checkpoint(path, run_id, windows):
+    """A run's .pt file -> its step and measure_model of it, on a GPU if there is one. Raises if another's."""
+    saved = train.read_checkpoint(str(path))
+    if saved['config']['run_id'] != run_id:
+        raise ValueError(f'{path.name} is of another run: its run_id differs from that of config.json')
+    gpt = GPT(gpt_config(saved['config'])).to('cuda' if torch.cuda.is_available() else 'cpu')
+    gpt.load_state_dict(saved['model'])
+    step = saved['step']
+    del saved  # or the optimizer's moments would stay in memory
+    return {'step': step, **measure_model(gpt, windows)}
+
+
 def measure_run(folder):
-    """measure_model of a finished run, kept in its folder until model.pt changes. Raises for other data."""
-    path = folder / 'model.pt'
+    """
+    Measures each checkpoint of a run -> {file name: its sha256 and what measure_checkpoint returns}, and
+    lines on those that cannot be measured. The numbers are kept in the run's folder: a file is measured again
+    only if it has changed, and they stay when a model's file is gone, which may be too large to be copied.
+    """
     settings = read_json(folder / 'config.json')
     kept = read_json(folder / STATISTICS)
-    model_hash = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    same_model = model_hash is None or model_hash == kept.get('model')  # None: too large to be copied along
-    if kept.get('run_id') == settings['run_id'] and same_model:
-        return kept
+    if kept.get('run_id') != settings['run_id']:
+        kept = {'run_id': settings['run_id'], 'checkpoints': {}}
+    measured = kept['checkpoints']
+    if not (folder / 'ckpt.pt').exists():
+        measured.pop('ckpt.pt', None)
 
-    gpt, config = load_model(path, settings['run_id'])
-    windows = load_windows(config, settings['data'])  # config.json knows where the data are now
-    measured = {'model': model_hash, 'run_id': settings['run_id'], **measure_model(gpt, windows)}
-    if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
-        save(measured, f'{folder}/{STATISTICS}')
-    return measured
+    lines = []
+    windows = None  # read once, if there is something to measure
+    for path in checkpoints_in(folder):
+        try:
+            sha256 = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()
+            if measured.get(path.name, {}).get('sha256') == sha256:
+                continue
+            measured.pop(path.name, None)
+
+            print(f'measuring {path}', flush=True)
+            if windows is None:
+                windows = load_windows(settings)
+            checkpoint = measure_checkpoint(path, settings['run_id'], windows)
+            measured[path.name] = {'sha256': sha256, **checkpoint}
+            if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
+                save(kept, f'{folder}/{STATISTICS}')
+        except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
+            lines.append(f'{path} is without statistics: {error} ({type(error).__name__})')
+    return measured, lines
 
 
 # -------- what a run is: the columns of results.csv
@@ -171,8 +235,8 @@ RESULTS = '''
     run method size n_params weight_tying lam cap lr seed steps batch_size block_size vocab_size test_tokens
     data_fingerprint dtype logits_dtype final_gain init_from init_loss test_loss model_step largest_rise
     rise_step mu_norm mean_share logit_mean logit_mean_spread logit_std logit_absmax logit_max cos_mu_h r_emb
-    r_cos r_log r_emb_below_1 r_cos_below_1 r_log_below_1_too train_seconds tokens_per_second device
-    commit'''.split()
+    r_cos r_log r_emb_below_1 r_cos_below_1 r_log_below_1_too bf16_cost bf16_estimate train_seconds
+    tokens_per_second device processes commit'''.split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # other cells may be empty: unknown
 TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', 'init_from', 'device',
          'commit']
@@ -419,6 +483,13 @@ def read_runs(path):
 
 
 # -------- a sweep's folders
+OF_CHECKPOINT = ['run', 'method', 'variant', 'size', 'weight_tying', 'lr', 'seed']  # whose it is
+BESIDE = {  # the csv files beside results.csv, and columns that they have even without rows
+    'curves': ['run', 'step'],
+    'distributions': ['run', 'quantity'],
+    'checkpoints': [*OF_CHECKPOINT, 'file', 'step']}
+
+
 def find_runs(folders):
     """The folders with a config.json anywhere in `folders`, sorted, each once, through links too."""
     found = []
@@ -467,28 +538,37 @@ def read_folders(folders):
         runs.append(run)
         curves.append(pd.DataFrame(thinned(log)).assign(run=str(folder)))
 
-    found = any(run['finished'] for run in runs)
-    check(found, '; '.join([f'{folders[0]}: no finished run', *lines[:3]]))
+    check(runs, '; '.join([f'{folders[0]}: no run', *lines[:3]]))
     # None -> NaN, so that columns of numbers are floats
     return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
 
 
 def measure_runs(runs):
-    """Measures each run -> its statistics, a row for each; rows of distributions.csv; lines on failures."""
+    """Measures each run's checkpoints -> {run: measure_run's dict}, and lines on what cannot be measured."""
+    measured = {}
+    lines = []
+    for i, run in enumerate(runs.run, 1):
+        print(f'[{i}/{len(runs)}] {run}', flush=True)
+        measured[run], failures = measure_run(Path(run))
+        lines += failures
+    return measured, lines
+
+
+def statistics_of(runs, measured):
+    """
+    The finished runs, and measure_runs's dict -> the statistics of their model.pt, a row for each; rows of
+    distributions.csv; lines on losses that are not what training reported.
+    """
     statistics = []
     distributions = []
     lines = []
-    for i, run in enumerate(runs.itertuples(), 1):
-        print(f'[{i}/{len(runs)}] measuring {run.run}', flush=True)
-        try:
-            measured = measure_run(Path(run.run))
-        except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
-            lines.append(f'{run.run} is without statistics: {error} ({type(error).__name__})')
+    for run in runs.itertuples():
+        model = measured[run.run].get('model.pt')
+        if model is None:
             statistics.append({})
             continue
 
-        # the cross entropy of model.pt should be what training reported
-        numbers = dict(measured['numbers'])
+        numbers = dict(model['numbers'])
         own_loss = numbers.pop('loss')
         cross_entropy = numbers.pop('cross_entropy')
         reported = run.test_loss if run.test_tokens <= POSITIONS else own_loss  # of the same positions
@@ -497,9 +577,22 @@ def measure_runs(runs):
                          f'not {reported:.4f}')
 
         statistics.append(numbers)
-        for name, values in measured['distributions'].items():
+        for name, values in model['distributions'].items():
             distributions.append({'run': run.run, 'quantity': name, **values})
     return pd.DataFrame(statistics, runs.index), pd.DataFrame(distributions), lines
+
+
+def checkpoint_table(runs, measured):
+    """All runs, and measure_runs's dict -> rows of checkpoints.csv, those of a run by their steps."""
+    rows = []
+    for run in runs.itertuples():
+        whose = {name: getattr(run, name) for name in OF_CHECKPOINT}
+        checkpoints = sorted(measured[run.run].items(), key=lambda item: item[1]['step'])
+        for file, checkpoint in checkpoints:
+            numbers = dict(checkpoint['numbers'])
+            del numbers['loss']  # a fork's may be another than the cross entropy
+            rows.append({**whose, 'file': file, 'step': checkpoint['step'], **numbers})
+    return pd.DataFrame(rows)
 
 
 def read_sweep(folders):
@@ -515,25 +608,40 @@ def read_sweep(folders):
     return runs, others, curves, lines
 
 
-def measure_sweep(runs, curves, out, lines):
-    """Measures runs and writes three csv files -> the runs with their statistics. Adds to `lines`."""
-    statistics, distributions, failures = measure_runs(runs)
-    lines += failures
-    runs = runs.assign(**statistics)
+def measure_sweep(finished, others, curves, out, lines):
+    """
+    Measures runs and writes four csv files -> the finished runs with their statistics, and the tables of the
+    three csv files beside results.csv. Adds to `lines`.
+    """
+    everything = pd.concat([finished, others])
+    measured, failures = measure_runs(everything)
+    checkpoints = checkpoint_table(everything, measured)
+    statistics, distributions, differing = statistics_of(finished, measured)
+    runs = finished.assign(**statistics)
+    lines += failures + differing
+    beside = {'curves': curves, 'distributions': distributions, 'checkpoints': checkpoints}
+    for name, columns in BESIDE.items():
+        if beside[name].empty:
+            beside[name] = pd.DataFrame(columns=columns)
 
     rows = runs.drop(columns=ADDED)
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # empty would mean unknown
     write_csv(out / 'results.csv', rows)
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
-    write_csv(out / 'distributions.csv', distributions)
-    return runs
+    write_csv(out / 'distributions.csv', beside['distributions'])
+    write_csv(out / 'checkpoints.csv', beside['checkpoints'])
+    return runs, beside
 
 
-def read_curves(path):
-    """curves.csv of an earlier analysis, or no curves if there is no such file."""
-    if path.exists():
-        return pd.read_csv(path, dtype={'run': str})
-    return pd.DataFrame(columns=['run', 'step'])
+def read_beside(results):
+    """The tables of the csv files beside results.csv, of an earlier analysis; no rows if there are none."""
+    tables = {}
+    for name, columns in BESIDE.items():
+        path = Path(results).with_name(f'{name}.csv')
+        tables[name] = pd.DataFrame(columns=columns)
+        if path.exists():
+            tables[name] = pd.read_csv(path, dtype={'run': str})
+    return tables
 
 
 # -------- which runs are compared: a mark rests upon the runs of the figure or table that shows it, no others
@@ -612,10 +720,20 @@ def lowest_losses(runs):
 # -------- learning rate sensitivity, of the lines of a table
 METHODS_LINE = ['weight_tying', 'size']  # what a line of Tables 2 and 5 is of: its cells are variants
 LAM_LINE = ['weight_tying', 'size', 'method', 'setting', 'rounding']  # and of Table 4: its cells are λ
-LRS_COLUMNS = '''size weight_tying variant method lam n_params lrs lrs_n1 n_rates rates behind seeds
-                 lrs_n1_lowest lrs_n1_highest'''.split()  # of lrs.csv
+LRS_COLUMNS = '''size weight_tying variant method lam n_params lrs lrs_n1 paper n_rates rates behind
+                 seeds lrs_n1_lowest lrs_n1_highest'''.split()  # of lrs.csv
+PAPER_RATES = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # Eq. 18
+PAPER_LRS = pd.read_csv(TOOLS / 'paper_lrs.csv', index_col=['tying', 'size', 'variant'])  # Tables 2, 4, 5
 NOT_IN_CSV = ['setting', 'rounding', 'note', 'lowest']
 MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
+
+
+def published_lrs(row):
+    """The number of the paper's Tables 2, 4 and 5 for a row of lrs.csv; NaN if they have none."""
+    cell = (report.TYING[row['weight_tying']], row['size'], row['variant'])
+    if row['rates'] != PAPER_RATES:
+        return math.nan
+    return PAPER_LRS.lrs.get(cell, math.nan)
 
 
 def usual_rates(runs):
@@ -732,15 +850,17 @@ def lrs_of_line(line):
     best = lowest_lrs(compared)
     for row in rows:
         row['lowest'] = row['variant'] in best
+        row['paper'] = published_lrs(row)
     return rows, lines_on_left_out(line.drop(selected.index))
 
 
 def learning_rate_sensitivity(runs, line=METHODS_LINE):
     """
     LRS, in nats, of each variant in each line of a table, means over seeds: `lrs` is the mean over n learning
-    rates of min(L, L0) - min L (Eq. 21), `lrs_n1` their sum / (n - 1), as in the published tables. `behind`
-    is 1 if the variant is at one of the rates; `lowest` says whether its LRS is the lowest of the line.
-    Neither is said of a variant with a `note`, see select_for_lrs. And lines that name runs left out.
+    rates of min(L, L0) - min L (Eq. 21), `lrs_n1` their sum / (n - 1), as in the published tables; `paper` is
+    what those have. `behind` is 1 if the variant is at one of the rates; `lowest` says whether its LRS is the
+    lowest of the line. Neither is said of a variant with a `note`, see select_for_lrs. And lines that name
+    runs left out.
     """
     rows = []
     lines = []
@@ -749,6 +869,36 @@ def learning_rate_sensitivity(runs, line=METHODS_LINE):
         rows += rows_of_line
         lines += left_out
     return pd.DataFrame(rows, columns=[*LRS_COLUMNS, *NOT_IN_CSV]), lines
+
+
+# -------- what a method costs in time
+PAPER_OVERHEAD = pd.read_csv(TOOLS / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])  # Table 6
+TIMED = ['size', 'weight_tying', 'setting', 'rounding', 'steps', 'device', 'processes']  # the same
+SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
+
+
+def overhead(runs):
+    """
+    How much longer a method trains than the baseline where all of TIMED is the same (Table 6), a row each:
+    `added` and the paper's, NaN if it has none, are 0.01 for 1% more. Times are means over learning rates,
+    seeds and λ. Left out are methods of one run, and those whose times differ by more than SAME_SPEED.
+    """
+    timed = runs[(runs.train_seconds > 0) & runs.test_loss.notna()]
+    rows = []
+    for place, part in timed.groupby(TIMED, sort=False, dropna=False):
+        row = dict(zip(TIMED, place, strict=True))
+        seconds = {}
+        for method, times in part.groupby('method', sort=False).train_seconds:
+            if len(times) > 1 and times.max() < SAME_SPEED * times.min():
+                seconds[method] = times.mean()
+
+        for method in seconds:
+            if method != 'baseline' and 'baseline' in seconds:
+                added = seconds[method] / seconds['baseline'] - 1
+                cell = (report.TYING[row['weight_tying']], row['size'], report.NAMES.get(method))
+                paper = PAPER_OVERHEAD.percent.get(cell, math.nan) / 100
+                rows.append({**row, 'method': method, 'added': added, 'paper': paper})
+    return pd.DataFrame(rows, columns=[*TIMED, 'method', 'added', 'paper'])
 
 
 # -------- what is said of the runs
@@ -811,7 +961,7 @@ def lines_on_names(runs):
 # -------- the program
 parser = argparse.ArgumentParser(usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__,
                                  allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders with runs: out/demo')
+parser.add_argument('runs', nargs='*', type=os.path.expanduser, help='folders of runs or sweeps: out/demo')
 parser.add_argument('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
 parser.add_argument('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME)')
 
@@ -836,16 +986,34 @@ def compare(runs):
     return methods, several, lines
 
 
-def draw(runs, everything, curves):
-    """Draws runs by learning rate, each figure with its own marks, and curves of everything -> figures."""
+def draw(runs, methods, everything, beside):
+    """
+    All figures that there are data for: of runs and of `methods`, their LRS; of the csv files `beside` them,
+    which are of everything. Each figure is marked by the runs that it shows.
+    """
+    checkpoints = beside['checkpoints']
+    names = ['method', 'variant', 'size']
+    named = pd.concat([everything[names], checkpoints[names]])
+    default = report.with_looks(of_default_lam(runs), named)
+    several = report.with_looks(of_several_lam(runs), named)
+    methods = report.with_looks(methods, named)
     figures = []
-    compared = report.with_looks(of_default_lam(runs), everything)
-    for tying, rows in compared.groupby('weight_tying'):
+    for tying in sorted(runs.weight_tying.unique()):
+        rows = default[default.weight_tying == tying]
+        rows = rows.assign(behind=behind(rows))
         first_size = rows[rows['size'] == rows['size'].iloc[0]]
         three = first_size[first_size.variant.isin(report.SUMMARY)]
+        figures += report.draw_methods(rows, methods[methods.weight_tying == tying], tying)
+        figures += report.draw_distributions(rows.merge(beside['distributions'], on='run'), tying)
         figures += report.draw_summary(three.assign(behind=behind(three)), tying)
-        figures += report.draw_against_lr(rows.assign(behind=behind(rows)), tying)
-    return figures + report.draw_curves(report.with_looks(everything, everything), curves)
+
+        rows = several[several.weight_tying == tying]
+        rows = rows.assign(behind=behind(rows))
+        lrs, _ = learning_rate_sensitivity(rows)  # Table 4 compares λ of one method, Figure 8 those of all
+        figures += report.draw_ablation(rows, report.with_looks(lrs, named), tying)
+
+    figures += report.draw_curves(report.with_looks(everything, named), beside['curves'])
+    return figures + report.draw_checkpoints(report.with_looks(checkpoints, named))
 
 
 def write_figures(figures, folder):
@@ -858,23 +1026,27 @@ def write_figures(figures, folder):
         save(figure['png'], f'{folder}/{figure["name"]}.png')
 
 
-def write_analysis(runs, others, curves, lines, out):
-    """Compares and draws runs, writes lrs.csv, tables, figures and the page into `out`, and prints it."""
+def write_analysis(runs, others, beside, lines, out):
+    """
+    Compares and draws runs and the tables of the csv files `beside` results.csv, writes lrs.csv, tables,
+    figures and the page into `out`, and prints it.
+    """
     methods, several, left_out = compare(runs)
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
     write_csv(out / 'lrs.csv', lrs.drop(columns=NOT_IN_CSV))
 
     own_statistics = [name for name in runs if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE, *ADDED}]
-    tables = report.make_tables(runs.assign(behind=behind(runs)), methods, several, own_statistics)
+    added = overhead(runs)
+    tables = report.make_tables(runs.assign(behind=behind(runs)), methods, several, added, own_statistics)
     save(report.markdown(tables).encode(), f'{out}/tables.md')
 
-    figures = draw(runs, pd.concat([runs, others]), curves)
+    figures = draw(runs, methods, pd.concat([runs, others]), beside)
     write_figures(figures, out / 'figures')
 
     headlines = report.headlines(methods, several, lowest_losses(runs))
     lines = [*lines_on_rounding(runs), *lines_on_largest_mean(runs), *report.describe(runs),
              *lines_on_names(runs), *left_out, *lines]
-    items = [*tables[:-1], *figures, tables[-1]]  # the table of all runs is the last
+    items = report.in_order([*tables, *figures])
     save(report.page(out.resolve().name, headlines, lines, items).encode(), f'{out}/report.html')
 
     print(report.plain(tables[:-1]))
@@ -890,15 +1062,15 @@ def main(argv=None):
     else:
         runs, lines = read_runs(args.results)
         others = runs[:0]
-        curves = read_curves(Path(args.results).with_name('curves.csv'))
+        beside = read_beside(args.results)
 
     out = Path(args.out or default_out(args))
     out.mkdir(parents=True, exist_ok=True)
     with open(out / '.lock', 'a') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tasks of an array may end at once: each waits for the one before
         if args.runs:
-            runs = measure_sweep(runs, curves, out, lines)
-        write_analysis(runs, others, curves, lines, out)
+            runs, beside = measure_sweep(runs, others, curves, out, lines)
+        write_analysis(runs, others, beside, lines, out)
 
 
 if __name__ == '__main__':

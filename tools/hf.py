@@ -31,7 +31,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from analyze import centering_ratios, concatenate, measure_embeddings, write_csv
+from analyze import centering_ratios, concatenate, estimate_bf16_cost, measure_embeddings, write_csv
 from model import GPTConfig, head_logits, head_loss, summarize
 from prepare_fineweb import local_files, read_texts, stdlib_files
 from train import check, integer
@@ -162,21 +162,6 @@ def read_pieces(pattern):
 
 
 # -------- the numbers
-def bf16_cost(mean, spread):
-    """
-    What BF16 logits cost in nats, by the estimate of results/mean_logit, which holds up to means of 2,048.
-    The positions' mean logits are taken to be normal, with this mean and standard deviation `spread`.
-
-    BF16 keeps 8 significant bits, so the logits around a mean m are s = 2^(floor(log2 |m|) - 7) apart. Their
-    rounding errors are uniform in +-s/2, and log Z grows by log of the mean of exp(error), which is
-    log(sinh(s/2) / (s/2)).
-    """
-    quantiles = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    means = mean + spread * torch.special.ndtri(quantiles)
-    half = 2 ** (means.abs().clamp(1e-3).log2().floor() - 8)  # s / 2
-    return (half.sinh() / half).log().mean().item()
-
-
 def measure_text(model, E, cap, windows):
     """Measures a model with output embeddings E (V, H) on windows (m, T + 1) int64 -> a dict of numbers."""
     heads = {'bf16': GPTConfig(cap=cap, logits_dtype='bfloat16'),
@@ -204,7 +189,7 @@ def measure_text(model, E, cap, windows):
     numbers = summarize(concatenate(parts), E)
     numbers['cost'] = numbers['bf16'] - numbers['fp32']
     if not cap:  # with one, the logits are rounded before it, at means that are not known
-        numbers['estimate'] = bf16_cost(numbers['logit_mean'], numbers['logit_mean_spread'])
+        numbers['estimate'] = estimate_bf16_cost(numbers['logit_mean'], numbers['logit_mean_spread'])
     return numbers
 
 

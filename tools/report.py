@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 TYING = {0: 'untied', 1: 'tied'}
 PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
@@ -42,6 +42,7 @@ LABELS = {
     'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
     'logit_mean': r'mean logit $\bar{l}$', 'logit_mean_spread': r'spread of the mean logit',
     'logit_std': r'standard deviation $\sigma_l$', 'logit_absmax': r'largest logit, $\max_i |l_i|$',
+    'lrs_n1': 'LRS', 'bf16_cost': 'cost of BF16 logits, nats',
     'r_emb': r'$r_{\rm emb}$', 'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
 
 
@@ -69,21 +70,32 @@ def with_looks(rows, everything):
         dash=[styles[size][1] for size in rows['size']])
 
 
-# -------- tables: dicts of title, rows and caption
+# -------- tables: dicts of title, rows, caption and section
+SECTIONS = [  # of the page: those of the paper in its order, then what it does not have
+    'methods, untied',  # Table 2, Figures 2 to 5
+    'λ, untied',        # Table 4, Figure 8
+    'methods, tied',    # Table 5, Figures 9 and 10
+    'λ, tied',
+    'distributions',    # Figures 11 and 12
+    'overhead',         # Table 6
+    'others',
+    'all runs']
 FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
     'test_loss': '{:.4f}', 'behind': '{:g}', 'model_step': '{:.0f}', 'largest_rise': '{:.2f}',
     'rise_step': '{:.0f}', 'mu_norm': '{:.4g}', 'mean_share': '{:.3f}', 'logit_mean': '{:.4g}',
     'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}', 'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}',
     'r_cos': '{:.3f}', 'r_log': '{:.3f}', 'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}',
-    'r_log_below_1_too': '{:.1%}'}
+    'r_log_below_1_too': '{:.1%}', 'bf16_cost': '{:.4f}', 'bf16_estimate': '{:.4f}'}
 EXPLAINED = {  # columns of the table of runs
     'behind': '1 if not finite, or if the mean over the seeds that most variants have is over 1% above the '
               'lowest of this table at the same size, tying and learning rate; empty: not compared',
     'model_step': 'of the model measured',
     'largest_rise': 'of the training loss above its earlier minimum, in nats, at rise_step',
     'mean_share': 'V‖μ‖² / ‖E‖², 1 if all e_i are equal',
-    'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1'}
+    'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1',
+    'bf16_cost': 'test loss with BF16 logits minus that with fp32 logits of the same weights, in nats',
+    'bf16_estimate': 'what it should be, by the mean logit and its spread (results/mean_logit)'}
 
 
 def grid(cells, *names):
@@ -107,15 +119,24 @@ def lrs_cell(run):
     return text
 
 
-def lrs_table(lrs, column, title):
-    """Table 2, 5 or 4, of rows of lrs.csv: a line for each size, a column for each value of `column`."""
+def lrs_table(lrs, column, title, section):
+    """Table 2, 5 or 4, of rows of lrs.csv: lines for each size, a column for each value of `column`."""
     if not lrs.n_rates.max() >= MIN_RATES:
         return None
-    cells = {(run.size, getattr(run, column)): lrs_cell(run) for run in lrs.itertuples(index=False)}
+    cells = {}
+    for size, runs in lrs.groupby('size', sort=False):
+        for run in runs.itertuples(index=False):
+            cells[size, 'sum / (n - 1)', getattr(run, column)] = lrs_cell(run)
+        for run in runs.dropna(subset='paper').itertuples(index=False):
+            cells[size, "the paper's", getattr(run, column)] = f'{run.paper:.3f}'
+        for run in runs.dropna(subset='lrs').itertuples(index=False):
+            cells[size, 'mean (Eq. 21)', getattr(run, column)] = f'{run.lrs:.3f}'
     caption = (
         'Lower is better. In nats: how far the test losses at n learning rates lie above the lowest of them, '
-        'summed / (n - 1), where a loss that is not finite, or above the one at initialisation, counts as '
-        'that one.')
+        'where a loss that is not finite, or above the one at initialisation, counts as that one; their sum '
+        "/ (n - 1), as in the paper's tables, or their mean, as in Eq. 21.")
+    if lrs.paper.notna().any():
+        caption += " The paper's: one seed, 100,000 steps of 64 x 2,048 tokens."
     if lrs.seeds.max() > 1:
         caption += ' Means over seeds [lowest, highest].'
     compared = lrs[lrs.note == '']
@@ -129,9 +150,37 @@ def lrs_table(lrs, column, title):
             'Underlined: within 1% of the lowest test loss at every learning rate.')
     if len(compared) < len(lrs):
         caption += ' (n lr), (seed ...): not compared, as it is of these learning rates or seeds alone.'
-    if '-' in cells.values() or len(cells) < lrs['size'].nunique() * lrs[column].nunique():
-        caption += ' -: no runs, or nothing was learned.'
-    return dict(title=title, rows=grid(cells, 'size'), caption=caption)
+    rows = grid(cells, 'size', 'LRS')
+    if (rows == '-').any(axis=None):
+        caption += ' -: no such runs, or nothing was learned.'
+    return dict(title=title, rows=rows, caption=caption, section=section)
+
+
+def overhead_table(added, tying):
+    """Table 6, of rows of analyze.overhead: lines for each size and machine, a column for each method."""
+    added = added[added.weight_tying == tying]
+    if added.empty:
+        return None
+    cells = {}
+    for size, runs in added.groupby('size', sort=False):
+        for run in runs.itertuples(index=False):
+            where = f'{run.steps:,.0f} steps'
+            if run.device:
+                where += f', {run.device}'
+            if run.processes > 1:
+                where += f' x {run.processes:.0f}'
+            where += run.setting + run.rounding
+            method = NAMES.get(run.method, run.method)
+            cells[size, where, method] = f'{round(run.added, 3) + 0.0:.1%}'  # never -0.0%
+        for run in runs.dropna(subset='paper').itertuples(index=False):
+            cells[size, "the paper's", NAMES[run.method]] = f'{run.paper:.1%}'
+    caption = (
+        "A method's training time above the baseline's of the same size, device, processes and steps: means "
+        'over learning rates, seeds and λ. Left out: a method of one run, or whose times are 10% apart. The '
+        "paper's: on four A100. `python -m tools.bench` compares methods side by side. (Table 6)")
+    rows = grid(cells, 'size', 'runs')
+    title = f'Additional training time ΔT, {TYING[tying]}'
+    return dict(title=title, rows=rows, caption=caption, section='overhead')
 
 
 def seed_table(runs):
@@ -156,7 +205,7 @@ def seed_table(runs):
     if absent:
         caption += f' Without two seeds of a baseline of the same settings: {"; ".join(absent)}.'
     title = 'Test loss minus that of the baseline of that seed'
-    return dict(title=title, rows=grid(cells, 'size', 'tying', 'η'), caption=caption)
+    return dict(title=title, rows=grid(cells, 'size', 'tying', 'η'), caption=caption, section='others')
 
 
 def run_table(runs, own_statistics):
@@ -164,40 +213,60 @@ def run_table(runs, own_statistics):
     formats = FORMATS | dict.fromkeys(own_statistics, '{:.4g}')
     known = runs[[*formats]].dropna(axis='columns', how='all')
     cells = known.apply(lambda column: column.map(formats[column.name].format))
-    cells = cells.replace({'nan': '', 'nan%': '', '-0.000': '0.000'})
+    cells = cells.replace({'nan': '', 'nan%': '', '-0.000': '0.000', '-0.0000': '0.0000'})
     caption = ' '.join(f'{name}: {text}.' for name, text in EXPLAINED.items() if name in cells)
-    return dict(title='All runs', rows=cells, caption=caption)
+    return dict(title='All runs', rows=cells, caption=caption, section='all runs')
+
+
+def in_order_of_ablation(rows):
+    """Rows by their λ, those of μ-loss first, as in Table 4 and Figure 8."""
+    rows = rows.sort_values('lam', kind='stable')
+    is_mu_loss = rows.method == 'mu_loss'
+    return pd.concat([rows[is_mu_loss], rows[~is_mu_loss]])
 
 
 AT_DEFAULT = 'Methods are compared at their default λ, where they ran with it.'
 
 
-def make_tables(runs, methods, several, own_statistics):
-    """All tables that there are data for, of runs and lrs.csv. The last, of all runs, is always there."""
+def make_tables(runs, methods, several, added, own_statistics):
+    """
+    All tables that there are data for, of runs, of lrs.csv, and of the time that methods add. The last, of
+    all runs, is always there.
+    """
     tables = []
     for tying, word in TYING.items():
         title = f'Learning rate sensitivity (LRS), {word}'
-        of_tying = several[several.weight_tying == tying].sort_values('lam', kind='stable')
-        of_methods = lrs_table(methods[methods.weight_tying == tying], 'variant', title)
+        of_tying = in_order_of_ablation(several[several.weight_tying == tying])
+        of_methods = lrs_table(methods[methods.weight_tying == tying], 'variant', title, f'methods, {word}')
         if of_methods and len(of_tying):
             of_methods['caption'] += f' {AT_DEFAULT}'
         tables.append(of_methods)
         for (method, *flags), rows in of_tying.groupby(['method', 'setting', 'rounding'], sort=False):
             name = f'{title}, of {NAMES.get(method, method)}{"".join(flags)} for several λ'
-            tables.append(lrs_table(rows.assign(lam=rows.lam.map('{:g}'.format)), 'lam', name))
+            tables.append(lrs_table(rows.assign(lam=rows.lam.map('{:g}'.format)), 'lam', name, f'λ, {word}'))
+    tables += [overhead_table(added, tying) for tying in TYING]
     tables += [seed_table(runs), run_table(runs, own_statistics)]
     return [table for table in tables if table]
 
 
-# -------- figures: dicts of name, title, caption and png
+# -------- figures: dicts of name, title, caption, section and png
 FILLED = (
     'Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is drawn as '
     'that one. Filled: what the paper calls diverged, which is over 1% above the lowest point of its size '
     'and learning rate here, or not finite. Grey: alone there, or without the seeds of the others. '
     'Triangles lie above the axis.')
+BOXES = (
+    'A row for each size. r_emb is over the vocabulary, the others are over test positions. Grey: quartiles; '
+    'black: median and extrema. Over several seeds, quartiles and median are means, extrema the outermost. '
+    'Red: the share that fulfils the condition on the right; bars: lowest to highest seed. Filled: as in the '
+    'figure of the test loss.')
 FIGURES = {  # title, caption
     'summary': ('Test loss and mean logit', f'Baseline, μ-loss and μ-centering, of the first size. {FILLED}'),
-    'loss': ('Test loss against learning rate', f"{FILLED} (The paper's Figures 2 and 9)"),
+    'loss': ('Test loss against learning rate', (
+        f"Below: each size at the two largest learning rates. {FILLED} (The paper's Figures 2 and 9)")),
+    'lrs': ('Learning rate sensitivity against size', (
+        'LRS is the sum / (n - 1) of the table. Points: means over seeds; bars: lowest to highest. Filled: '
+        'diverged, as in the figure of the test loss, at one learning rate or more. (Figures 3 and 10)')),
     'statistics': ('Mean embedding and logits against learning rate', (
         'Means over positions and seeds, without runs whose test loss is not finite. Filled: as in the '
         'figure of the test loss. Triangles lie below the axis. (Figure 4)')),
@@ -206,11 +275,21 @@ FIGURES = {  # title, caption
         'largest |cosine| with h, and |logit|. Below 1, the dotted line, centering lowers it. Means over '
         'positions and seeds. Filled: over 1% above the best method, as in the figure of the test loss. '
         '(Figure 5)')),
+    'ablation': ('Several values of λ', (
+        'Top: test loss against learning rate. Bottom: LRS, the sum / (n - 1), against size. All panels are '
+        f'compared with each other. {FILLED} (Figure 8)')),
+    'r_emb': ('Distributions of r_emb and cos(μ, h) in the baseline', f'{BOXES} (Figure 11)'),
+    'r_cos': ('Distributions of r_cos and r_log in the baseline', f'{BOXES} (Figure 12)'),
+    'checkpoints': ('Checkpoints', (
+        'On the test text: checkpoints that --keep_every kept, the last of a run that has not ended, and the '
+        'model of a run that has. r_emb, r_cos, r_log: below 1, the dotted line, centering lowers norms, '
+        'largest cosines and largest logits. The cost of BF16 logits is the test loss with them minus the '
+        'one with fp32 logits of the same weights. A line at the edge of a panel lies beyond it.')),
     'rounding': ('What rounding does', (
         'Runs that differ in the dtype of the logits alone, and the others of their learning rate.')),
     'training': ('Training curves', (
-        'As logged, at most 1,000 lines of a log. The first lines are the widest, so that they are seen '
-        'under others. A line at the edge of a panel lies beyond it.'))}
+        'As logged, at most 1,000 lines of a log. Points: val losses. The first lines are widest, so that '
+        'they are seen under others. A line at the edge of a panel lies beyond it.'))}
 SOFTWARE = 'analyze.py'  # what the figures say of themselves
 
 plt.switch_backend('agg')  # files alone, no windows
@@ -290,9 +369,25 @@ def face(behind, color):
     return 'lightgrey'
 
 
-def draw_lines(ax, rows, y):
-    """y over lr, a line for each size and variant: means over the seeds, bars to the lowest and highest."""
-    low, high = limits_of(rows, y)
+def draw_line(ax, x, means, lowest, highest, faces, look, width, limits=(-math.inf, math.inf)):
+    """Points (n,) that a line joins, bars from lowest to highest. Triangles lie beyond the axis's limits."""
+    shown = means.clip(*limits)
+    ax.plot(x, shown, linestyle=look.dash, color=look.color, linewidth=width)
+    ax.vlines(x, np.clip(lowest, *limits), np.clip(highest, *limits), color=look.color, linewidth=0.8)
+    low, high = limits
+    inside = shown == means
+    for marker, some in ((look.marker, inside), ('^', means > high), ('v', means < low)):
+        ax.scatter(x[some], shown[some], 25, marker=marker, edgecolors=[look.color], linewidths=1, zorder=3,
+                   facecolors=faces[some], clip_on=False)
+
+
+def draw_lines(ax, rows, y, limits=None):
+    """
+    y over lr, a line for each size and variant: means over the seeds, bars to the lowest and highest. The
+    axis has the limits of its own rows, unless it shares those of others.
+    """
+    if limits is None:
+        limits = limits_of(rows, y)
     variants = rows.variant.unique()
     width = dict(zip(variants, widths(len(variants)), strict=True))
     for (_, variant), part in rows.groupby(['size', 'variant'], sort=False):
@@ -301,16 +396,9 @@ def draw_lines(ax, rows, y):
         rates = np.array([runs.lr.iloc[0] for runs in seeds])
         means = np.array([mean_of_compared(runs, y) for runs in seeds])
         faces = np.array([face(runs.behind.max(), look.color) for runs in seeds])
-        lowest = np.clip([runs[y].min() for runs in seeds], low, high)
-        highest = np.clip([runs[y].max() for runs in seeds], low, high)
-
-        shown = means.clip(low, high)
-        ax.plot(rates, shown, linestyle=look.dash, color=look.color, linewidth=width[variant])
-        ax.vlines(rates, lowest, highest, color=look.color, linewidth=0.8)
-        inside = shown == means
-        for marker, some in ((look.marker, inside), ('^', means > high), ('v', means < low)):
-            ax.scatter(rates[some], shown[some], 25, marker=marker, edgecolors=[look.color], linewidths=1,
-                       zorder=3, facecolors=faces[some], clip_on=False)
+        lowest = [runs[y].min() for runs in seeds]
+        highest = [runs[y].max() for runs in seeds]
+        draw_line(ax, rates, means, lowest, highest, faces, look, width[variant], limits)
     ax.set(xlabel=LABELS['lr'], ylabel=LABELS.get(y))
     label_rates(ax, sorted(rows.lr.unique()))
 
@@ -334,8 +422,8 @@ def legend(figure, rows):
     figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
 
 
-def finished(name, place, figure):
-    """A figure -> a dict of its name, title, caption and the bytes of a png file; closes it."""
+def finished(name, place, figure, section='others'):
+    """A figure -> a dict of its name, title, caption, section and the bytes of a png file; closes it."""
     figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
     png = io.BytesIO()
     figure.savefig(png, format='png', bbox_inches='tight',  # or a wide legend would be cut off
@@ -343,7 +431,8 @@ def finished(name, place, figure):
     plt.close(figure)
     title, caption = FIGURES[name]
     file_name = f'{name}_{place.replace(", ", "_").replace("η = ", "lr")}'
-    return dict(name=file_name, title=f'{title}, {place}', caption=caption, png=png.getvalue())
+    return dict(name=file_name, title=f'{title}, {place}', caption=caption, section=section,
+                png=png.getvalue())
 
 
 # -------- figures against the learning rate
@@ -377,24 +466,158 @@ def draw_summary(rows, tying):
     return [finished('summary', TYING[tying], figure)] if figure else []
 
 
-def draw_against_lr(rows, tying):
-    """Figures 2 or 9, 4 and 5, of the runs of a tying."""
+def loss_against_lr(rows):
+    """Figures 2 and 9: the test loss of all sizes, and below a panel for each at the two largest rates."""
+    rates = sorted(rows.lr.unique())
+    if len(rates) < 2:
+        return None
+    sizes = rows['size'].unique()
+    n_columns = min(len(sizes), 5)
+    n_rows = math.ceil(len(sizes) / n_columns)
+    if len(rates) == 2:
+        n_rows = 0  # all is shown above
+
+    figure = plt.figure(figsize=(9, 4 + 2.2 * n_rows))
+    cells = figure.add_gridspec(1 + n_rows, n_columns, height_ratios=[1.6] + [1] * n_rows)
+    draw_lines(figure.add_subplot(cells[0, :]), rows, 'capped_loss')
+    for i, size in enumerate(sizes[:n_rows * n_columns]):
+        ax = figure.add_subplot(cells[1 + i // n_columns, i % n_columns])
+        draw_lines(ax, rows[(rows['size'] == size) & (rows.lr >= rates[-2])], 'capped_loss')
+        ax.set(title=size, ylabel='', xlim=(rates[-2] / 1.6, rates[-1] * 1.6))
+        ax.xaxis.set_minor_locator(NullLocator())
+    legend(figure, rows)
+    return figure
+
+
+# -------- figures of the learning rate sensitivity
+def draw_lrs(ax, lrs):
+    """Rows of lrs.csv: LRS against the number of parameters, a line for each variant."""
+    variants = lrs.variant.unique()
+    for variant, width in zip(variants, widths(len(variants)), strict=True):
+        part = lrs[lrs.variant == variant].sort_values('n_params')
+        look = part.iloc[0]
+        x, means = part.n_params.to_numpy(), part.lrs_n1.to_numpy()
+        faces = np.array([face(behind, look.color) for behind in part.behind])
+        draw_line(ax, x, means, part.lrs_n1_lowest, part.lrs_n1_highest, faces, look, width)
+    sizes = lrs.drop_duplicates('size')
+    ax.set(xscale='log', xlabel='parameters $N$', ylabel=LABELS['lrs_n1'])
+    ax.set_xticks(sizes.n_params, sizes['size'])
+    ax.xaxis.set_minor_locator(NullLocator())
+    stretch(ax, lrs.lrs_n1)
+
+
+def lrs_against_size(lrs):
+    """A figure of rows of lrs.csv, or None without several sizes whose number of parameters is known."""
+    lrs = lrs[lrs.n_rates >= MIN_RATES].dropna(subset=['n_params', 'lrs_n1'])
+    if lrs.n_params.nunique() < 2:
+        return None
+    lrs = lrs.assign(marker='o', dash='-')  # the place tells the size
+    figure, ax = plt.subplots(figsize=(7.5, 4))
+    draw_lrs(ax, lrs)
+    legend(figure, lrs.assign(size=''))
+    return figure
+
+
+def draw_methods(rows, lrs, tying):
+    """Figures 2 to 5, or of tied runs 9 and 10 and the like of 4 and 5: of runs of a tying, and their LRS."""
     baseline = rows[rows.method == 'baseline']
-    panels = {
-        'loss': (rows, ['capped_loss']),
-        'statistics': (rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']),
-        'fact_3': (baseline, ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])}
+    drawn = {
+        'loss': loss_against_lr(rows),
+        'lrs': lrs_against_size(lrs),
+        'statistics': against_lr(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']),
+        'fact_3': against_lr(baseline, ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])}
+    section = f'methods, {TYING[tying]}'
+    return [finished(name, TYING[tying], figure, section) for name, figure in drawn.items() if figure]
+
+
+def draw_ablation(rows, lrs, tying):
+    """Figure 8, of the runs of methods with several λ, and their LRS: a column of panels for each method."""
+    rows, lrs = in_order_of_ablation(rows), in_order_of_ablation(lrs)
+    lrs = lrs[lrs.n_rates >= MIN_RATES].dropna(subset=['n_params', 'lrs_n1']).assign(marker='o', dash='-')
+    if rows.lr.nunique() < 2:
+        return []
+    colors = {lam: f'C{i}' for i, lam in enumerate(sorted(rows.lam.unique()))}
+    rows = rows.assign(color=rows.lam.map(colors))
+    lrs = lrs.assign(color=lrs.lam.map(colors))
+
+    columns = list(rows.groupby(['method', 'setting', 'rounding'], sort=False))
+    n_rows = 2 if len(lrs) else 1
+    limits = limits_of(rows, 'capped_loss')
+    figure, axes = plt.subplots(n_rows, len(columns), squeeze=False, sharey='row')
+    figure.set_size_inches(max(7.5, 4.4 * len(columns)), 1 + 3 * n_rows)
+    for i, ((method, *flags), part) in enumerate(columns):
+        draw_lines(axes[0, i], part, 'capped_loss', limits)
+        axes[0, i].set_title(NAMES.get(method, method) + ''.join(flags))
+        if n_rows == 2:
+            draw_lrs(axes[1, i], lrs[lrs.variant.isin(part.variant)])
+    legend(figure, rows.assign(variant=[f'λ = {lam:g}' for lam in rows.lam]))
+    return [finished('ablation', TYING[tying], figure, f'λ, {TYING[tying]}')]
+
+
+# -------- figures of distributions
+CONDITIONS = {  # of a quantity: the threshold, the column with the share that fulfils it, the label of that
+    'r_emb': (1, 'below_1', r'% $r_{\rm emb} < 1$'),
+    'cos_mu_h': (0, 'above_0', r'% $\cos(\mu, h) > 0$'),
+    'r_cos': (1, 'below_1', r'% $r_{\rm cos} < 1$'),
+    'r_log': (1, 'below_1', r'% $r_{\rm log} < 1$')}
+
+
+def draw_boxes(ax, rows, quantity):
+    """Rows of distributions.csv with their runs' lr and `behind`: boxes, and a share in red, on the right."""
+    threshold, share, label = CONDITIONS[quantity]
+    at_rates = rows.groupby('lr')
+    means = at_rates[['25%', '50%', '75%', share]].mean()
+    rates = means.index
+    lowest, highest = at_rates['min'].min(), at_rates['max'].max()
+    ax.vlines(rates, means['25%'], means['75%'], color='lightgrey', linewidth=12)
+    ax.vlines(rates, lowest, highest, color='grey', linewidth=0.6)
+    for values in (lowest, means['50%'], highest):
+        ax.plot(rates, values, 'k_', markersize=10)
+    ax.axhline(threshold, color='black', linewidth=0.8, linestyle=':')
+    ax.set_ylabel(LABELS[quantity])
+    label_rates(ax, list(rates))
+    ax.xaxis.set_minor_locator(NullLocator())
+
+    right = ax.twinx()
+    right.plot(rates, 100 * means[share], color='red', linewidth=0.6)
+    right.vlines(rates, 100 * at_rates[share].min(), 100 * at_rates[share].max(), color='red', linewidth=0.8)
+    faces = [face(behind, 'red') for behind in at_rates.behind.max()]
+    right.scatter(rates, 100 * means[share], 16, edgecolors='red', facecolors=faces, zorder=3, clip_on=False)
+    right.set_ylim(0, 100)
+    right.set_ylabel(label, color='red')
+    right.tick_params(axis='y', colors='red')
+    right.spines.right.set(visible=True, color='red')
+    right.grid(False)
+
+
+def draw_distributions(rows, tying):
+    """Figures 11 and 12, of rows of distributions.csv and their runs: the first variant of the baseline."""
+    rows = rows[(rows.method == 'baseline') & rows.quantity.isin(CONDITIONS.keys())]
+    # the model of a run that was not finite is of its last checkpoint, of step 0 even
+    rows = rows[rows.test_loss.notna()]
+    rows = rows[rows.variant.isin(rows.variant[:1])]
+    if rows.lr.nunique() < 2:
+        return []
+    sizes = rows['size'].unique()
     figures = []
-    for name, (shown, columns) in panels.items():
-        figure = against_lr(shown, columns)
-        if figure:
-            figures.append(finished(name, TYING[tying], figure))
+    for name, quantities in (('r_emb', ['r_emb', 'cos_mu_h']), ('r_cos', ['r_cos', 'r_log'])):
+        if not rows.quantity.isin(quantities).any():
+            continue
+        figure, axes = plt.subplots(len(sizes), 2, figsize=(9, 1 + 1.6 * len(sizes)), squeeze=False)
+        for i, size in enumerate(sizes):
+            for ax, quantity in zip(axes[i], quantities, strict=True):
+                draw_boxes(ax, rows[(rows['size'] == size) & (rows.quantity == quantity)], quantity)
+                ax.set_title(size, loc='left')
+                if i == len(sizes) - 1:
+                    ax.set_xlabel(LABELS['lr'])
+        place = f'{rows.variant.iloc[0]}, {TYING[tying]}'.removeprefix('baseline, ')
+        figures.append(finished(name, place, figure, 'distributions'))
     return figures
 
 
 # -------- figures against the step
-def against_step(rows, curves, columns):
-    """A figure with a panel for each column, against the step as logged, a line for each run."""
+def against_step(rows, curves, columns, marker='-'):
+    """A figure with a panel for each column of {run: its curve}, against the step, a line for each run."""
     figure, axes = plt.subplots(math.ceil(len(columns) / 3), min(len(columns), 3), sharex=True, squeeze=False)
     figure.set_size_inches(10, 3.2 * len(axes))
     for ax, column in zip(axes.flat, columns, strict=True):
@@ -402,11 +625,16 @@ def against_step(rows, curves, columns):
         limits = limits_of(everything, column)
         for run, width in zip(rows.itertuples(), widths(len(rows), 3.0), strict=True):
             curve = curves[run.run].dropna(subset=column)
-            ax.plot(curve.step, curve[column].clip(*limits), color=run.color, linewidth=width,
-                    label=run.variant)
+            ax.plot(curve.step, curve[column].clip(*limits), marker, color=run.color, label=run.variant,
+                    linewidth=width)
+            if column == 'loss' and curves[run.run].val_loss.notna().any():
+                ax.plot(curves[run.run].step, curves[run.run].val_loss.clip(*limits), 'o', color=run.color,
+                        markersize=3)
+        if column.startswith('r_'):
+            ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         stretch(ax, everything[column].clip(*limits))
         ax.set(title=LABELS[column], xlabel='step')
-    handles = {line.get_label(): line for line in axes[0, 0].lines}
+    handles = {line.get_label(): line for line in axes[0, 0].lines if line.get_label() in set(rows.variant)}
     figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
     return figure
 
@@ -414,7 +642,7 @@ def against_step(rows, curves, columns):
 def draw_curves(rows, curves):
     """Figures of training curves, for each size, tying and learning rate, of those runs that have curves."""
     columns = ['loss', 'mu_norm', 'logit_mean', 'logit_mean_spread', 'logit_std', 'logit_absmax']
-    curves = curves.reindex(columns=['run', 'step', *columns])
+    curves = curves.reindex(columns=['run', 'step', 'val_loss', *columns])
     curves = {run: curve for run, curve in curves[curves.step > 0].groupby('run')}
     figures = []
     for (size, tying, lr), logged in rows[rows.run.isin(curves)].groupby(PLACE, sort=False):
@@ -423,6 +651,22 @@ def draw_curves(rows, curves):
         if alike.rounding.nunique().max() > 1:
             figures.append(finished('rounding', place, against_step(logged, curves, ['loss', 'logit_mean'])))
         figures.append(finished('training', place, against_step(logged, curves, columns)))
+    return figures
+
+
+def draw_checkpoints(checkpoints):
+    """
+    Figures of rows of checkpoints.csv against the step, for each size, tying and learning rate where there is
+    any other than the model.pt that a run ends with.
+    """
+    columns = ['mu_norm', 'logit_mean', 'bf16_cost', 'r_emb', 'r_cos', 'r_log']
+    figures = []
+    for (size, tying, lr), rows in checkpoints.groupby(PLACE, sort=False):
+        if (rows.file == 'model.pt').all():
+            continue
+        curves = {run: curve for run, curve in rows.groupby('run')}
+        figure = against_step(rows.drop_duplicates('run'), curves, columns, 'o-')
+        figures.append(finished('checkpoints', f'{size}, {TYING[tying]}, η = {lr:g}', figure))
     return figures
 
 
@@ -532,6 +776,11 @@ def plain(tables):
 def marked(text):
     """Text -> HTML, with the marks of tables alone: <b> and <u>."""
     return re.sub('&lt;(/?[bu])&gt;', r'<\1>', html.escape(str(text)))
+
+
+def in_order(items):
+    """Tables, then figures, as they were made -> the same in the order of their sections."""
+    return sorted(items, key=lambda item: SECTIONS.index(item['section']))
 
 
 def page(name, first_lines, lines, items):
