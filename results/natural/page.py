@@ -63,6 +63,7 @@ def grid_table(table, rates, tying=0):
     default = (rows.method != 'mu_loss') | (rows.lam == 0.1)
     default &= (rows.method != 'z_loss') | (rows.lam == 1e-4)
     rows = rows[default & (rows.weight_tying == tying)]
+    rates = [rate for rate in rates if rate in set(rows.lr)]
     lines = []
     for name in METHODS.values():
         cells = [rows[(rows.name == name) & (rows.lr == rate)].test_loss for rate in rates]
