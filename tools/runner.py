@@ -37,23 +37,23 @@ def read_launcher(words):
     return processes
 
 
-def read_run(line, fingerprints, elsewhere):
+def read_run(line, fingerprints, gpus_elsewhere):
     """
     A command -> its run: the words of the command, train.py's settings, and whether it is done. Refuses
-    what train.py would, here or on other machines, which have GPUs. `fingerprints` keeps those of the data
-    that were read for earlier runs.
+    what train.py would refuse on this machine or, if gpus_elsewhere, on one that has the GPUs. `fingerprints`
+    keeps those of the data that were read for earlier runs.
     """
-    words = shlex.split(os.path.expandvars(line))  # $SCRATCH is in there as a shell would have it
+    words = shlex.split(os.path.expandvars(line))  # expands $SCRATCH and the like, as a shell would
     train.check('train.py' in words, f'no train.py in: {line}')
     train.check('=' not in words[0], f'NAME=value before the command, which only a shell understands: {line}')
     train.check(not any('$' in word for word in words), f'$ without a variable of this name: {line}')
 
     start = words.index('train.py')
     settings = train.parser.parse_args(words[start + 1:])
-    if elsewhere and settings.device is None:
+    if gpus_elsewhere and settings.device is None:
         settings.device = 'cuda'
     train.resolve_args(settings, read_launcher(words[:start]))
-    if settings.device == 'cuda' and not elsewhere:
+    if settings.device == 'cuda' and not gpus_elsewhere:
         train.check(settings.processes <= torch.cuda.device_count(), f'too few GPUs: {line}')
 
     shards = (settings.data, settings.block_size, settings.vocab_size)
@@ -65,14 +65,14 @@ def read_run(line, fingerprints, elsewhere):
     return argparse.Namespace(words=words, settings=settings, out=Path(settings.out), done=done)
 
 
-def read_runs(lines, elsewhere):
+def read_runs(lines, gpus_elsewhere):
     """The runs of a list of commands; empty lines and comments are skipped."""
     runs = []
     fingerprints = {}
     for line in lines:
         line = line.strip()
         if line and not line.startswith('#'):
-            runs.append(read_run(line, fingerprints, elsewhere))
+            runs.append(read_run(line, fingerprints, gpus_elsewhere))
     train.check(runs, 'no commands on stdin')
     return runs
 
@@ -102,6 +102,7 @@ def check_comparable(runs, folder):
             config = train.read_json(path.parent / 'config.json')
             rows.append({**config, 'run': str(path.parent)})
 
+    # None, of a method without λ, becomes NaN, and its column is one of numbers
     table = pd.DataFrame(rows).fillna(float('nan')).infer_objects()
     table['test_loss'] = 1.0  # which the runs do not have yet
     analyze.complete(table)
@@ -197,7 +198,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     train.check(args.jobs > 0, f'--jobs={args.jobs} should be positive')
 
-    runs = read_runs(sys.stdin, elsewhere=args.check)
+    runs = read_runs(sys.stdin, gpus_elsewhere=args.check)
     folder = common_folder(runs)
     check_comparable(runs, folder)
     todo = [run for run in runs if not run.done]
