@@ -22,7 +22,7 @@ SHOWN = {'baseline': '#FF2C00', 'baseline, fp32 logits': 'black', 'μ-loss, λ =
 def read(table, name='results'):
     """A csv file of a table, with the seed of each run."""
     rows = pd.read_csv(HERE / table / f'{name}.csv')
-    rows['arm'] = rows.arm.fillna('')
+    rows['arm'] = rows.arm.astype(object).fillna('')
     rows['seed'] = rows.run.str.extract(r'-s(\d+)', expand=False).astype(int)
     return rows
 
@@ -199,7 +199,7 @@ def draw():
                 ax.plot(shown.step, shown[column], color=color, linewidth=1.2, label=label)
     axes[0].set(xlabel='step', ylabel='val loss', ylim=(1.4, 4))
     axes[1].set(xlabel='step', ylabel='mean logit')
-    axes[0].legend(frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4, frameon=False)
     figure.savefig(HERE / 'figure.png', dpi=120)
 
 
