@@ -47,7 +47,7 @@ def state_of(folder):
     model, result = load(folder)['model'], without_times(result_of(folder))
     last = load(folder, f'model_{result["model_step"]}.pt')
     return {'log': log_of(folder), 'result': result, 'model': model, 'last': last['model'],
-            'optimizer': last['optimizer']['state']}
+            'optimizer': last['optimizer']}
 
 
 def kill(model):
