@@ -357,6 +357,26 @@ def test_two_optimizers_whose_groups_are_lost(trained, monkeypatch):
         whole_and_resumed(trained, monkeypatch)
 
 
+class InheritingWrapper(torch.optim.Optimizer):
+    """Two optimizers in one whose state_dict, inherited, has the moments of neither."""
+
+    def __init__(self, model, args):
+        others = [p for p in model.parameters() if p is not model.E]
+        self.both = torch.optim.AdamW([model.E], lr=args.lr), torch.optim.AdamW(others, lr=args.lr)
+        super().__init__([group for optimizer in self.both for group in optimizer.param_groups], {})
+
+    def step(self):
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def test_wrapper_that_would_not_resume(trained, monkeypatch):
+    """It is refused in its first step, and not after a kill: it would lose its moments and its schedule."""
+    with_optimizer(monkeypatch, InheritingWrapper)
+    with pytest.raises(AssertionError, match='param_groups'):
+        trained('run', '--steps=2')
+
+
 def test_noise_in_a_batch(trained, monkeypatch):
     """What load_batch draws comes again; no batch is drawn before the checkpoint of the step before."""
     events = []
