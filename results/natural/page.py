@@ -53,7 +53,8 @@ def mean_and_range(values, digits):
 
 def by_seed(rows, column, digits):
     """'4.23, 4.68, 4.75' of seeds 1, 2, 3."""
-    return ', '.join(f'{x + 0:.{digits}f}' for x in rows.sort_values('seed')[column])
+    values = rows.sort_values('seed')[column].round(digits) + 0.0  # never -0
+    return ', '.join(f'{x:.{digits}f}' for x in values)
 
 
 # -------- the tables
