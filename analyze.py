@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import train
 from model import GPT, METHODS, SIZES, gpt_config, summarize  # METHODS: {name: its default λ or None}
 from tools import report
-from train import check, read_json, save
+from train import check, read_json, save  # exit with one line; {} if there is no file; write atomically
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v10.json'  # kept in a run's folder; a new name if what is measured changes
@@ -110,6 +110,7 @@ def measure_positions(gpt, windows):
     gpt.eval()
     E = gpt.E
     own_dtype = gpt.config.logits_dtype
+    # The model runs again for each of these, as a fork may have changed any of forward, logits and hidden.
     parts = []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -149,7 +150,7 @@ def measure_model(gpt, windows):
     r_log = stats['r_log'][stats['r_cos'] < 1]
     numbers = {
         **summarize(stats, E),
-        **measure_embeddings(E),
+        **measure_embeddings(E),  # its r_emb and mu_norm are the same as those of summarize
         'r_emb_below_1': distributions['r_emb']['below_1'],
         'r_cos_below_1': distributions['r_cos']['below_1'],
         'r_log_below_1_too': (r_log < 1).double().mean().item(),
@@ -207,7 +208,8 @@ def measure_run(folder):
         kept = {'run_id': settings['run_id'], 'checkpoints': {}}
     measured = kept['checkpoints']
     if not (folder / 'ckpt.pt').exists():
-        measured.pop('ckpt.pt', None)
+        measured.pop('ckpt.pt', None)  # the run has ended since
+    # without model.pt, which may be too large to be copied along, what was kept is trusted
 
     notes = []
     windows = None  # read once, if there is something to measure
@@ -284,6 +286,7 @@ def default_lam(method):
 def fill_in(runs):
     """Rows of settings and results -> all columns of RESULTS, of the right types, with known defaults."""
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
+    runs = runs.replace([math.inf, -math.inf], math.nan)  # no number that is not finite is compared or drawn
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
     line_numbers = [f'line {i}' for i in range(2, len(runs) + 2)]  # of a csv file, after its header
     runs['run'] = runs.run.where(runs.run != '', line_numbers)
@@ -299,7 +302,7 @@ def fill_in(runs):
         lams.append(lam)
     runs['lam'] = lams
 
-    # of 0.1 + 0.2 and 0.3, one learning rate
+    # six digits, so that 0.1 + 0.2 and 0.3 are one learning rate
     runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)
     # min(L, L0) of Eq. 21: a loss that is not finite counts as L0. There is no L0 with --init_from
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
@@ -380,13 +383,17 @@ def check_comparable(runs):
     refuse(runs[doubles], 'a second run of its method, size, lr and seed')
 
 
+def ranks(values, known):
+    """The place of each value among those `known`, or behind them, in the order in which others come."""
+    names = dict.fromkeys([*known, *values])
+    return values.map({name: i for i, name in enumerate(names)})
+
+
 def sort_runs(runs):
     """Runs in the paper's order of tyings, sizes and methods, then others as they come."""
-    names = dict.fromkeys([*SIZES, *METHODS, *runs['size'], *runs.method])
-    place = {name: i for i, name in enumerate(names)}
     keys = runs[['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']].copy()
-    keys['size'] = keys['size'].map(place)
-    keys['method'] = keys['method'].map(place)
+    keys['size'] = ranks(runs['size'], SIZES)
+    keys['method'] = ranks(runs.method, METHODS)
     order = keys.sort_values([*keys]).index
     return runs.loc[order].reset_index(drop=True)
 
@@ -435,10 +442,10 @@ def column_names(header):
     """
     written = [text.strip().lower() for text in header]
     names = list(written)
-    for prefixes in ('config params hparams', 'summary metrics hparam'):  # settings first
+    for prefixes in (('config', 'params', 'hparams'), ('summary', 'metrics', 'hparam')):  # settings first
         for i, text in enumerate(written):
             match = re.fullmatch(r'(\w+)[./](.*)', text)
-            if match and match[1] in prefixes.split() and match[2] not in names:
+            if match and match[1] in prefixes and match[2] not in names:
                 names[i] = match[2]
     if 'run' not in names:
         names = ['run' if name in ('name', 'tags.mlflow.runname') else name for name in names]
@@ -461,11 +468,11 @@ def read_text(path):
 
 
 def to_numbers(cells):
-    """Cells of text -> floats, NaN where a cell is empty or not finite, and the cells that are no number."""
+    """Cells of text -> floats, NaN where a cell is empty, and those cells that are no number."""
     texts = cells.str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
     numbers = pd.to_numeric(texts, errors='coerce').astype(float)
     wrong = cells[numbers.isna() & (texts != 'nan')]
-    return numbers.replace([math.inf, -math.inf], math.nan), wrong
+    return numbers, wrong
 
 
 def read_runs(path):
@@ -515,13 +522,13 @@ def find_runs(folders):
     found = []
     seen = set()
     for top in folders:
-        for folder, below, files in os.walk(top, followlinks=True):
+        for folder, dirs, files in os.walk(top, followlinks=True):
             real = os.path.realpath(folder)
             if real in seen:
-                below.clear()  # a link back to a folder above it, or a folder that was given twice
+                dirs.clear()  # a link back to a folder above it, or a folder that was given twice
                 continue
             seen.add(real)
-            below.sort()  # so that of two links to a run always the same one is read
+            dirs.sort()  # so that of two links to a run always the same one is read
             if 'config.json' in files:
                 found.append(Path(folder))
     return sorted(found)
@@ -538,8 +545,8 @@ def read_run(folder):
 
 def thinned(log):
     """At most some 1,000 records of a log, which are enough for a plot, and all of evaluations."""
-    every = math.ceil(len(log) / 1000)
-    return [record for i, record in enumerate(log) if i % every == 0 or 'loss' not in record]
+    stride = math.ceil(len(log) / 1000)
+    return [record for i, record in enumerate(log) if i % stride == 0 or 'loss' not in record]
 
 
 def read_folders(folders):
@@ -623,7 +630,8 @@ def read_sweep(folders):
     finished = everything[everything.finished]
     others = everything[~everything.finished]
     runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
-    others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
+    others = fill_in(others)
+    others['variant'] = [f'{Path(run).name}, not finished' for run in others.run]
 
     unknown = finished.columns.difference(list(KNOWN))
     notes += notes_on_differences(finished, ['commit', *unknown])
@@ -668,7 +676,7 @@ def read_beside(results):
 # -------- which runs are compared: a mark rests upon the runs of the figure or table that shows it, no others
 def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
-    is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
+    is_default = runs.lam.isna() | (runs.lam == runs.method.map(default_lam))
     groups = runs.assign(is_default=is_default).groupby(
         ['size', 'weight_tying', 'method', 'setting', 'rounding'])
     has_default = groups.is_default.transform('any')
@@ -945,12 +953,86 @@ def overhead(runs):
 
 
 # -------- what is said of the runs
+def make_headlines(lrs, several, lowest):
+    """
+    Rows of learning_rate_sensitivity for methods and for several λ, and of lowest_losses -> a line for each
+    size and tying: where the test loss is lowest, and which method depends least on the learning rate.
+    """
+    lines = []
+    for best in lowest.itertuples(index=False):
+        place = f'{best.size}, {report.TYING[best.weight_tying]}'
+        over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
+        line = f'{place}: the lowest test loss is {best.test_loss:.4f}{over}'
+        line += f', of {best.variant} at η = {best.lr:g}'
+        rows = lrs[(lrs['size'] == best.size) & (lrs.weight_tying == best.weight_tying)]
+        if report.has_lrs(rows):
+            line += f'; {lrs_in_words(rows)}'
+        lines.append(line + '.')
+    if report.has_lrs(lrs):
+        explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the '
+                     'learning rate, and not how low it is.')
+        if len(several):
+            explained += f' {report.AT_DEFAULT}'
+        lines.append(explained)
+    return lines
+
+
+def lrs_in_words(rows):
+    """The cells of a row of the LRS table of methods -> which is the lowest, and which are not compared."""
+    compared = rows[(rows.suffix == '') & rows.lrs_n1.notna()]
+    best = compared[compared.lowest]
+    if len(best):
+        text = f'the lowest LRS is {best.lrs_n1.iloc[0]:.3f}, of {" and ".join(best.variant)}'
+    elif len(compared) > 1:
+        text = 'no LRS is clearly the lowest, as ranges over seeds overlap'
+    elif len(compared) == 1:
+        text = f'LRS is {compared.lrs_n1.iloc[0]:.3f}, of {compared.variant.iloc[0]}'
+    else:
+        text = 'no LRS is compared'
+    others = [row.variant + row.suffix for row in rows.itertuples() if row.suffix]
+    if others:
+        text += f'; not compared: {", ".join(others)}'
+    return text
+
+
+DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size',
+             'final_gain', 'cap', 'dtype', 'logits_dtype', 'device']
+
+
+def describe(runs):
+    """Notes that say what was run, and what too few rates, steps or seeds cannot tell."""
+    parts = [f'Runs: {len(runs)}.']
+    for column in runs.columns.intersection(DESCRIBED, sort=False):
+        values = [as_text(value) for value in runs[column].unique() if as_text(value) != '']
+        unknown = column == 'seed' and values == ['0']  # fill_in calls it 0
+        if values and not unknown:
+            parts.append(f'{column}: {", ".join(values)}.')
+    notes = [' '.join(parts)]
+
+    of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
+    if of_variant.lr.nunique().max() < report.MIN_RATES:
+        notes.append(f'No learning rate sensitivity (LRS): it needs {report.MIN_RATES} learning rates of one '
+                     'name.')
+    if runs.steps.max() < 10_000:
+        notes.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
+    seeds = runs.groupby([*report.PLACE, 'variant'], sort=False).seed.nunique()
+    few = []
+    for variant, counts in seeds.groupby('variant', sort=False):
+        if counts.min() < 3:
+            few.append(variant if counts.max() < 3 else f'{variant} at some learning rates')
+    if few:
+        notes.append(f'With fewer than three seeds a difference may be chance: {"; ".join(few)}.')
+    return notes
+
+
 def rounding_cost(logit_mean):
-    """What BF16 logits cost a run with this mean logit, in words, by results/mean_logit."""
-    size = abs(logit_mean)
-    if size < 64:
+    """
+    What BF16 logits cost a run with this mean logit, in words, by results/mean_logit. BF16 has 8 significant
+    bits, so neighbouring logits are 0.5 apart from 64 on, and 2 apart from 256 on.
+    """
+    if abs(logit_mean) < 64:
         return 'nothing'
-    if size < 256:
+    if abs(logit_mean) < 256:
         return 'hundredths of a nat; center the head, or use mu_loss'
     return 'a tenth of a nat and more; center the head, or use mu_loss'
 
@@ -961,8 +1043,9 @@ def notes_on_largest_mean(runs):
     if rounded.empty:
         return []
     run = rounded.sort_values('logit_mean', key=abs).iloc[-1]
-    return [f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, at η = {run.lr:g}. '
-            f'There BF16 costs {rounding_cost(run.logit_mean)}.']
+    return [f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
+            f'{report.TYING[run.weight_tying]}, at η = {run.lr:g}. There BF16 costs '
+            f'{rounding_cost(run.logit_mean)}.']
 
 
 def notes_on_rounding(runs):
@@ -985,7 +1068,9 @@ def notes_on_rounding(runs):
     for run in beside:
         mean = '' if math.isnan(run.logit_mean) else f' (mean logit {round(run.logit_mean):,})'
         ends.append(f'{run.variant} ends at {run.test_loss:.2f}{mean}')
-    return [f'What rounding of the logits does at η = {beside[0].lr:g}: {"; ".join(ends)}.']
+    first = beside[0]
+    return [f'What rounding of the logits does to {first["size"]}, {report.TYING[first.weight_tying]}, at '
+            f'η = {first.lr:g}: {"; ".join(ends)}.']
 
 
 def notes_on_names(runs):
@@ -1086,8 +1171,8 @@ def write_analysis(runs, others, beside, notes, out):
     figures = draw(runs, methods, pd.concat([runs, others]), beside)
     write_figures(figures, out / 'figures')
 
-    headlines = report.headlines(methods, several, lowest_losses(runs))
-    notes = [*notes_on_rounding(runs), *notes_on_largest_mean(runs), *report.describe(runs),
+    headlines = make_headlines(methods, several, lowest_losses(runs))
+    notes = [*notes_on_rounding(runs), *notes_on_largest_mean(runs), *describe(runs),
              *notes_on_names(runs), *left_out, *notes]
     items = report.in_order([*tables, all_runs, *figures])
     save(report.page(out.resolve().name, headlines, notes, items).encode(), f'{out}/report.html')

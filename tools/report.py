@@ -271,10 +271,10 @@ def make_tables(runs, methods, several, added):
 # -------- figures: dicts of name, title, caption, section and png
 FILLED = (
     'Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is drawn as '
-    'that one. Filled: what the paper calls diverged, which is a test loss, before it is drawn lower, over '
-    f'{BEHIND:.0%} above the lowest of the variants that are compared here at its size and learning rate, or '
-    'one that is not finite. Grey: not compared, as it is alone there or lacks the seeds of the others. '
-    'Triangles lie above the axis.')
+    'that one. Filled: what the paper calls diverged, a test loss that is not finite or, before it is drawn '
+    f'lower, over {BEHIND:.0%} above the lowest of the variants compared here at its size and learning rate. '
+    'Grey: not compared, as it is alone there or lacks the seeds of the others. Triangles lie above the '
+    'axis.')
 BOXES = (
     'A row for each size. r_emb is over the vocabulary, the others are over test positions. Grey: quartiles; '
     'black: median and extrema. Over several seeds, quartiles and median are means, extrema the outermost. '
@@ -709,78 +709,6 @@ def draw_checkpoints(checkpoints):
         figure = against_step(rows.drop_duplicates('run'), curves, columns, 'o-')
         figures.append(to_png('checkpoints', f'{size}, {TYING[tying]}, η = {lr:g}', figure))
     return figures
-
-
-# -------- what is said of the runs
-DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size',
-             'final_gain', 'cap', 'dtype', 'logits_dtype', 'device']
-
-
-def headlines(lrs, several, lowest):
-    """
-    Rows of learning_rate_sensitivity for methods and for several λ, and of lowest_losses -> a line for each
-    size and tying: where the test loss is lowest, and which method depends least on the learning rate.
-    """
-    lines = []
-    for best in lowest.itertuples(index=False):
-        place = f'{best.size}, {TYING[best.weight_tying]}'
-        over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
-        line = f'{place}: the lowest test loss is {best.test_loss:.4f}{over}'
-        line += f', of {best.variant} at η = {best.lr:g}'
-        rows = lrs[(lrs['size'] == best.size) & (lrs.weight_tying == best.weight_tying)]
-        if has_lrs(rows):
-            line += f'; {lrs_in_words(rows)}'
-        lines.append(line + '.')
-    if has_lrs(lrs):
-        explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the '
-                     'learning rate, and not how low it is.')
-        if len(several):
-            explained += f' {AT_DEFAULT}'
-        lines.append(explained)
-    return lines
-
-
-def lrs_in_words(rows):
-    """The cells of a row of the LRS table of methods -> which is the lowest, and which are not compared."""
-    compared = rows[(rows.suffix == '') & rows.lrs_n1.notna()]
-    best = compared[compared.lowest]
-    if len(best):
-        text = f'the lowest LRS is {best.lrs_n1.iloc[0]:.3f}, of {" and ".join(best.variant)}'
-    elif len(compared) > 1:
-        text = 'no LRS is clearly the lowest, as ranges over seeds overlap'
-    elif len(compared) == 1:
-        text = f'LRS is {compared.lrs_n1.iloc[0]:.3f}, of {compared.variant.iloc[0]}'
-    else:
-        text = 'no LRS is compared'
-    others = [row.variant + row.suffix for row in rows.itertuples() if row.suffix]
-    if others:
-        text += f'; not compared: {", ".join(others)}'
-    return text
-
-
-def describe(runs):
-    """Lines that say what was run, and what too few rates, steps or seeds cannot tell."""
-    parts = [f'Runs: {len(runs)}.']
-    for column in runs.columns.intersection(DESCRIBED, sort=False):
-        values = [x if isinstance(x, str) else f'{x:.12g}' for x in runs[column].dropna().unique() if x != '']
-        unknown = column == 'seed' and values == ['0']  # analyze.py calls it 0
-        if values and not unknown:
-            parts.append(f'{column}: {", ".join(values)}.')
-    lines = [' '.join(parts)]
-
-    of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
-    if of_variant.lr.nunique().max() < MIN_RATES:
-        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one name.')
-    if runs.steps.max() < 10_000:
-        lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
-    seeds = runs.groupby([*PLACE, 'variant'], sort=False).seed.nunique()
-    few = []
-    for variant, counts in seeds.groupby('variant', sort=False):
-        if counts.min() < 3:
-            few.append(variant if counts.max() < 3 else f'{variant} at some learning rates')
-    if few:
-        lines.append(f'With fewer than three seeds a difference may be chance: {"; ".join(few)}.')
-    return lines
 
 
 # -------- the pages
