@@ -8,7 +8,7 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
 It writes results.csv, a row for each run; checkpoints.csv, a row for each checkpoint, of runs that have not
 ended too; curves.csv, of the logs; distributions.csv, over positions or the vocabulary; lrs.csv; and what
 tools/report.py draws. Symbols are model.py's; a star marks what is centered, e*_i = e_i - mu. Losses are in
-nats per token.
+nats per token. Where others share the CPUs, OMP_NUM_THREADS=1 may measure several times faster.
 """
 import argparse
 import fcntl
@@ -28,7 +28,9 @@ import torch.nn.functional as F
 import train
 from model import GPT, METHODS, SIZES, gpt_config, summarize  # METHODS: {name: its default λ or None}
 from tools import report
-from train import check, read_json, save  # exit with one line; {} if there is no file; write atomically
+
+# check exits with one line, read_json returns {} if there is no file, save writes atomically
+from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v10.json'  # kept in a run's folder; a new name if what is measured changes
