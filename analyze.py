@@ -8,7 +8,7 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
 It writes results.csv, a row for each run; checkpoints.csv, a row for each checkpoint, of runs that have not
 ended too; curves.csv, of the logs; distributions.csv, over positions or the vocabulary; lrs.csv; and what
 tools/report.py draws. Symbols are model.py's; a star marks what is centered, e*_i = e_i - mu. Losses are in
-nats per token.
+nats per token. Where others share the CPUs, OMP_NUM_THREADS=1 may measure several times faster.
 """
 import argparse
 import fcntl
@@ -28,6 +28,8 @@ import torch.nn.functional as F
 import train
 from model import GPT, METHODS, SIZES, gpt_config, summarize  # METHODS: {name: its default λ or None}
 from tools import report
+
+# check exits with one line, read_json returns {} if there is no file, save writes atomically
 from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
@@ -110,6 +112,7 @@ def measure_positions(gpt, windows):
     gpt.eval()
     E = gpt.E
     own_dtype = gpt.config.logits_dtype
+    # The model runs again for each of these, as a fork may have changed any of forward, logits and hidden.
     parts = []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -149,7 +152,7 @@ def measure_model(gpt, windows):
     r_log = stats['r_log'][stats['r_cos'] < 1]
     numbers = {
         **summarize(stats, E),
-        **measure_embeddings(E),
+        **measure_embeddings(E),  # its r_emb and mu_norm are the same as those of summarize
         'r_emb_below_1': distributions['r_emb']['below_1'],
         'r_cos_below_1': distributions['r_cos']['below_1'],
         'r_log_below_1_too': (r_log < 1).double().mean().item(),
@@ -198,7 +201,7 @@ def measure_checkpoint(path, run_id, windows):
 def measure_run(folder):
     """
     Measures each checkpoint of a run -> {file name: its sha256 and what measure_checkpoint returns}, and
-    lines on those that cannot be measured. The numbers are kept in the run's folder: a file is measured again
+    notes on those that cannot be measured. The numbers are kept in the run's folder: a file is measured again
     only if it has changed, and they stay when a model's file is gone, which may be too large to be copied.
     """
     settings = read_json(folder / 'config.json')
@@ -207,9 +210,10 @@ def measure_run(folder):
         kept = {'run_id': settings['run_id'], 'checkpoints': {}}
     measured = kept['checkpoints']
     if not (folder / 'ckpt.pt').exists():
-        measured.pop('ckpt.pt', None)
+        measured.pop('ckpt.pt', None)  # the run has ended since
+    # without model.pt, which may be too large to be copied along, what was kept is trusted
 
-    lines = []
+    notes = []
     windows = None  # read once, if there is something to measure
     for path in checkpoints_in(folder):
         try:
@@ -226,8 +230,8 @@ def measure_run(folder):
             if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
                 save(kept, f'{folder}/{STATISTICS}')
         except (Exception, SystemExit) as error:  # of many kinds, with another model or damaged data
-            lines.append(f'{path} is without statistics: {error} ({type(error).__name__})')
-    return measured, lines
+            notes.append(f'{path} is without statistics: {error} ({type(error).__name__})')
+    return measured, notes
 
 
 # -------- what a run is: the columns of results.csv
@@ -242,10 +246,12 @@ TEXTS = ['run', 'method', 'size', 'data_fingerprint', 'dtype', 'logits_dtype', '
          'commit']
 FLAGS = vars(train.parser.parse_args([]))  # {flag of train.py, which a fork may add to: its default}
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's; train.py's depend on the machine
+KNOWN = {*RESULTS, *FLAGS, *train.MAY_CHANGE}  # any other column is a fork's own
 
 # Runs of one size and tying share these, or their losses could not be compared.
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
-# Any other flag that changes results is part of a name where runs differ in it, a fork's too.
+# A run's name tells every other flag that changes results, if runs differ in it. So it tells flags that a
+# fork adds.
 NOT_IN_NAMES = {
     *COMPARABLE, *train.MAY_CHANGE,
     'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',  # have columns of their own
@@ -263,19 +269,14 @@ def as_text(value):
     return f'{value:.12g}'
 
 
-def not_defaults(run):
-    """A run's dict -> {flag of IN_NAMES: its value as text, or '' where that is such a run's default}."""
+def defaults_of(run):
+    """A run's dict -> {flag of IN_NAMES: what the run has if the flag was not given, as text}."""
     defaults = {**FLAGS, **SIZES.get(run['size'], {})}
     defaults['warmup'] = run['steps'] // 20
     defaults['cap'] = None
     if run['method'] in METHODS:
         defaults['cap'] = gpt_config({'method': run['method']}).cap
-
-    values = {}
-    for flag in IN_NAMES:
-        value = as_text(run.get(flag))
-        values[flag] = '' if value == as_text(defaults[flag]) else value
-    return values
+    return {flag: as_text(defaults[flag]) for flag in IN_NAMES}
 
 
 def default_lam(method):
@@ -287,9 +288,10 @@ def default_lam(method):
 def fill_in(runs):
     """Rows of settings and results -> all columns of RESULTS, of the right types, with known defaults."""
     runs = runs.reindex(columns=list(dict.fromkeys([*RESULTS, *runs])))
+    runs = runs.replace([math.inf, -math.inf], math.nan)  # no number that is not finite is compared or drawn
     runs[TEXTS] = runs[TEXTS].astype(object).fillna('')
-    lines = [f'line {i}' for i in range(2, len(runs) + 2)]  # of a csv file, after its header
-    runs['run'] = runs.run.where(runs.run != '', lines)
+    line_numbers = [f'line {i}' for i in range(2, len(runs) + 2)]  # of a csv file, after its header
+    runs['run'] = runs.run.where(runs.run != '', line_numbers)
     runs['seed'] = runs.seed.fillna(0)
 
     # λ of a method without one is what a tracker logs of every run: nothing reads it
@@ -302,7 +304,7 @@ def fill_in(runs):
         lams.append(lam)
     runs['lam'] = lams
 
-    # of 0.1 + 0.2 and 0.3, one learning rate
+    # six digits, so that 0.1 + 0.2 and 0.3 are one learning rate
     runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)
     # min(L, L0) of Eq. 21: a loss that is not finite counts as L0. There is no L0 with --init_from
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
@@ -323,24 +325,41 @@ def check_values(runs):
     refuse(runs[unknown_loss], 'a test_loss of nan needs an init_loss')
 
 
-def name_runs(runs):
+def named_flags(runs):
     """
-    Adds each run's name, `variant`: its method, λ if not the default, and the flags in which runs of a size
-    and tying differ, where not the usual value. `rounding` has logits_dtype, which alone changes results by
-    rounding only (Fact 2), `setting` the other flags.
+    A column for each flag that names tell, as runs of a size and tying differ in it: its value as text where
+    that is not the usual one, else ''. Usual is the default if any run has it, else the commonest value.
     """
-    flags = pd.DataFrame(map(not_defaults, runs.to_dict('records')), runs.index)
-    runs = runs.assign(setting='', rounding='')
-    for flag, values in flags.items():
+    rows = []
+    for run in runs.to_dict('records'):
+        row = {}
+        for flag, default in defaults_of(run).items():
+            value = as_text(run.get(flag))
+            row[flag] = '' if value == default else value
+        rows.append(row)
+
+    named = pd.DataFrame(index=runs.index)
+    for flag, values in pd.DataFrame(rows, runs.index).items():
         n_values = values.groupby([runs['size'], runs.weight_tying]).nunique()
         if n_values.max() == 1:
-            continue  # nobody needs to be told
-        usual = '' if (values == '').any() else values.mode()[0]  # the default, else the commonest
-        shown = (f', {flag} ' + values).where(values != usual, '')
+            continue  # no runs of one size and tying differ in it
+        usual = '' if (values == '').any() else values.mode()[0]
+        named[flag] = values.where(values != usual, '')
+    return named
+
+
+def name_runs(runs):
+    """
+    Adds each run's name, `variant`: its method, λ if not the default, and named_flags. `rounding` is the part
+    of logits_dtype, which alone changes results by rounding only (Fact 2), `setting` that of other flags.
+    """
+    runs = runs.assign(setting='', rounding='')
+    for flag, values in named_flags(runs).items():
+        texts = (f', {flag} ' + values).where(values != '', '')
         if flag == 'logits_dtype':
-            runs['rounding'] = shown.str.replace('logits_dtype float32', 'fp32 logits')
+            runs['rounding'] = texts.str.replace('logits_dtype float32', 'fp32 logits')
         else:
-            runs['setting'] += shown
+            runs['setting'] += texts
 
     variants = []
     for run in runs.itertuples():
@@ -366,13 +385,17 @@ def check_comparable(runs):
     refuse(runs[doubles], 'a second run of its method, size, lr and seed')
 
 
+def ranks(values, known):
+    """The place of each value among those `known`, or behind them, in the order in which others come."""
+    names = dict.fromkeys([*known, *values])
+    return values.map({name: i for i, name in enumerate(names)})
+
+
 def sort_runs(runs):
     """Runs in the paper's order of tyings, sizes and methods, then others as they come."""
-    names = dict.fromkeys([*SIZES, *METHODS, *runs['size'], *runs.method])
-    place = {name: i for i, name in enumerate(names)}
     keys = runs[['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']].copy()
-    keys['size'] = keys['size'].map(place)
-    keys['method'] = keys['method'].map(place)
+    keys['size'] = ranks(runs['size'], SIZES)
+    keys['method'] = ranks(runs.method, METHODS)
     order = keys.sort_values([*keys]).index
     return runs.loc[order].reset_index(drop=True)
 
@@ -405,8 +428,8 @@ def differences(rows, columns):
     return differing
 
 
-def lines_on_differences(rows, columns):
-    """[a line that names those of `columns` in which rows differ, though no run's name shows it], or []."""
+def notes_on_differences(rows, columns):
+    """[a note that names those of `columns` in which rows differ, though no run's name shows it], or []."""
     differing = differences(rows, columns)
     if not differing:
         return []
@@ -421,10 +444,10 @@ def column_names(header):
     """
     written = [text.strip().lower() for text in header]
     names = list(written)
-    for prefixes in ('config params hparams', 'summary metrics hparam'):  # settings first
+    for prefixes in (('config', 'params', 'hparams'), ('summary', 'metrics', 'hparam')):  # settings first
         for i, text in enumerate(written):
             match = re.fullmatch(r'(\w+)[./](.*)', text)
-            if match and match[1] in prefixes.split() and match[2] not in names:
+            if match and match[1] in prefixes and match[2] not in names:
                 names[i] = match[2]
     if 'run' not in names:
         names = ['run' if name in ('name', 'tags.mlflow.runname') else name for name in names]
@@ -446,9 +469,17 @@ def read_text(path):
     return rows.replace(['None', 'none', 'null'], '')
 
 
+def to_numbers(cells):
+    """Cells of text -> floats, NaN where a cell is empty, and those cells that are no number."""
+    texts = cells.str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
+    numbers = pd.to_numeric(texts, errors='coerce').astype(float)
+    wrong = cells[numbers.isna() & (texts != 'nan')]
+    return numbers, wrong
+
+
 def read_runs(path):
     """
-    A csv of runs, see `complete` -> the runs, and lines on what names do not show. A column that neither
+    A csv of runs, see `complete` -> the runs, and notes on what names do not show. A column that neither
     RESULTS nor train.py's flags have is a fork's statistic if it has only numbers, else it is not read.
     """
     rows = read_text(path)
@@ -458,28 +489,26 @@ def read_runs(path):
     check(all(rows.test_loss), f'{path}: has an empty test_loss: of a run that was not finite it should be '
           'nan; a run that has not ended should go')
 
-    texts = []
-    statistics = []  # that analyze.py does not know
+    statistics = []  # a fork's
+    unknown_texts = []
     for name in rows.columns.difference(TEXTS):
-        cells = rows[name].str.lower().replace({'true': '1', 'false': '0', '': 'nan'})
-        values = pd.to_numeric(cells, errors='coerce').astype(float)
-        wrong = rows[name][values.isna() & (cells != 'nan')]
+        numbers, wrong = to_numbers(rows[name])
         if wrong.empty:
-            rows[name] = values.replace([math.inf, -math.inf], math.nan)
-            if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE}:
+            rows[name] = numbers
+            if name not in KNOWN:
                 statistics.append(name)
         else:
-            check(name not in RESULTS, f'{path}: {name} should be a number, not {[*wrong[:1]]}')
-            if name not in {*FLAGS, *train.MAY_CHANGE}:
-                texts.append(name)
+            check(name not in RESULTS, f'{path}: {name} should be a number, not {wrong.iloc[0]}')
+            if name not in KNOWN:
+                unknown_texts.append(name)
 
-    lines = lines_on_differences(rows, ['commit', *texts])
+    notes = notes_on_differences(rows, ['commit', *unknown_texts])
     differing = differences(rows, statistics)
     if differing:
-        lines.append(f'Taken as statistics, as train.py has no such flag: {", ".join(differing)}. Runs that '
+        notes.append(f'Taken as statistics, as train.py has no such flag: {", ".join(differing)}. Runs that '
                      'differ in them have one name.')
-    same = [name for name in statistics if name not in differing]  # which say nothing
-    return complete(rows.drop(columns=texts + same)), lines
+    constant = [name for name in statistics if name not in differing]  # which say nothing
+    return complete(rows.drop(columns=unknown_texts + constant)), notes
 
 
 # -------- a sweep's folders
@@ -495,13 +524,13 @@ def find_runs(folders):
     found = []
     seen = set()
     for top in folders:
-        for folder, below, files in os.walk(top, followlinks=True):
+        for folder, dirs, files in os.walk(top, followlinks=True):
             real = os.path.realpath(folder)
             if real in seen:
-                below.clear()  # a link back to a folder above it, or a folder that was given twice
+                dirs.clear()  # a link back to a folder above it, or a folder that was given twice
                 continue
             seen.add(real)
-            below.sort()  # so that of two links to a run always the same one is read
+            dirs.sort()  # so that of two links to a run always the same one is read
             if 'config.json' in files:
                 found.append(Path(folder))
     return sorted(found)
@@ -518,50 +547,50 @@ def read_run(folder):
 
 def thinned(log):
     """At most some 1,000 records of a log, which are enough for a plot, and all of evaluations."""
-    every = math.ceil(len(log) / 1000)
-    return [record for i, record in enumerate(log) if i % every == 0 or 'loss' not in record]
+    stride = math.ceil(len(log) / 1000)
+    return [record for i, record in enumerate(log) if i % stride == 0 or 'loss' not in record]
 
 
 def read_folders(folders):
-    """The runs anywhere in `folders`, a row each; their curves; lines on what is missing."""
+    """The runs anywhere in `folders`, a row each; their curves; notes on what is missing."""
     runs = []
     curves = []
-    lines = []
+    notes = []
     for folder in find_runs(folders):
         try:
             run, log = read_run(folder)
         except Exception as error:  # of many kinds, where a file is damaged, or a run has just begun
-            lines.append(f'left out: {folder}: {error} ({type(error).__name__})')
+            notes.append(f'left out: {folder}: {error} ({type(error).__name__})')
             continue
         if not run['finished']:
-            lines.append(f'not finished: {folder}')
+            notes.append(f'not finished: {folder}')
         runs.append(run)
         curves.append(pd.DataFrame(thinned(log)).assign(run=str(folder)))
 
-    check(runs, '; '.join([f'{folders[0]}: no run', *lines[:3]]))
+    check(runs, '; '.join([f'{folders[0]}: no run', *notes[:3]]))
     # None -> NaN, so that columns of numbers are floats
-    return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), lines
+    return pd.DataFrame(runs).fillna(math.nan).infer_objects(), pd.concat(curves), notes
 
 
 def measure_runs(runs):
-    """Measures each run's checkpoints -> {run: measure_run's dict}, and lines on what cannot be measured."""
+    """Measures each run's checkpoints -> {run: measure_run's dict}, and notes on what cannot be measured."""
     measured = {}
-    lines = []
+    notes = []
     for i, run in enumerate(runs.run, 1):
         print(f'[{i}/{len(runs)}] {run}', flush=True)
         measured[run], failures = measure_run(Path(run))
-        lines += failures
-    return measured, lines
+        notes += failures
+    return measured, notes
 
 
 def statistics_of(runs, measured):
     """
     The finished runs, and measure_runs's dict -> the statistics of their model.pt, a row for each; rows of
-    distributions.csv; lines on losses that are not what training reported.
+    distributions.csv; notes on losses that are not what training reported.
     """
     statistics = []
     distributions = []
-    lines = []
+    notes = []
     for run in runs.itertuples():
         model = measured[run.run].get('model.pt')
         if model is None:
@@ -571,15 +600,17 @@ def statistics_of(runs, measured):
         numbers = dict(model['numbers'])
         own_loss = numbers.pop('loss')
         cross_entropy = numbers.pop('cross_entropy')
-        reported = run.test_loss if run.test_tokens <= POSITIONS else own_loss  # of the same positions
-        if abs(cross_entropy / reported - 1) > 1e-3:  # rounding differs by less
-            lines.append(f'{run.run}: by model.pt the cross entropy is {cross_entropy:.4f}, '
-                         f'not {reported:.4f}')
+        # The cross entropy that is measured here should be the test loss of training, if that is over the
+        # same positions; else at least what head_loss of model.py gives for these positions.
+        expected = run.test_loss if run.test_tokens <= POSITIONS else own_loss
+        if abs(cross_entropy / expected - 1) > 1e-3:  # rounding differs by less
+            notes.append(f'{run.run}: by model.pt the cross entropy is {cross_entropy:.4f}, '
+                         f'not {expected:.4f}')
 
         statistics.append(numbers)
         for name, values in model['distributions'].items():
             distributions.append({'run': run.run, 'quantity': name, **values})
-    return pd.DataFrame(statistics, runs.index), pd.DataFrame(distributions), lines
+    return pd.DataFrame(statistics, runs.index), pd.DataFrame(distributions), notes
 
 
 def checkpoint_table(runs, measured):
@@ -596,29 +627,29 @@ def checkpoint_table(runs, measured):
 
 
 def read_sweep(folders):
-    """Folders -> the finished runs, named; the others; the curves of all; lines on what is missing."""
-    everything, curves, lines = read_folders(folders)
+    """Folders -> the finished runs, named; the others; the curves of all; notes on what is missing."""
+    everything, curves, notes = read_folders(folders)
     finished = everything[everything.finished]
     others = everything[~everything.finished]
     runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
-    others = others.assign(variant=[f'{Path(run).name}, not finished' for run in others.run])
+    others = fill_in(others)
+    others['variant'] = [f'{Path(run).name}, not finished' for run in others.run]
 
-    unknown = finished.columns.difference([*RESULTS, *FLAGS, *train.MAY_CHANGE])
-    lines += lines_on_differences(finished, ['commit', *unknown])
-    return runs, others, curves, lines
+    unknown = finished.columns.difference(list(KNOWN))
+    notes += notes_on_differences(finished, ['commit', *unknown])
+    return runs, others, curves, notes
 
 
-def measure_sweep(finished, others, curves, out, lines):
+def measure_sweep(finished, others, curves, out):
     """
-    Measures runs and writes four csv files -> the finished runs with their statistics, and the tables of the
-    three csv files beside results.csv. Adds to `lines`.
+    Measures runs and writes four csv files -> the finished runs with their statistics, the tables of the
+    three csv files beside results.csv, and notes on what cannot be measured or differs from training.
     """
     everything = pd.concat([finished, others])
     measured, failures = measure_runs(everything)
     checkpoints = checkpoint_table(everything, measured)
     statistics, distributions, differing = statistics_of(finished, measured)
     runs = finished.assign(**statistics)
-    lines += failures + differing
     beside = {'curves': curves, 'distributions': distributions, 'checkpoints': checkpoints}
     for name, columns in BESIDE.items():
         if beside[name].empty:
@@ -630,7 +661,7 @@ def measure_sweep(finished, others, curves, out, lines):
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
     write_csv(out / 'distributions.csv', beside['distributions'])
     write_csv(out / 'checkpoints.csv', beside['checkpoints'])
-    return runs, beside
+    return runs, beside, failures + differing
 
 
 def read_beside(results):
@@ -647,7 +678,7 @@ def read_beside(results):
 # -------- which runs are compared: a mark rests upon the runs of the figure or table that shows it, no others
 def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of every λ where none has the default."""
-    is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
+    is_default = runs.lam.isna() | (runs.lam == runs.method.map(default_lam))
     groups = runs.assign(is_default=is_default).groupby(
         ['size', 'weight_tying', 'method', 'setting', 'rounding'])
     has_default = groups.is_default.transform('any')
@@ -668,8 +699,9 @@ def in_most(sets):
 
 def means_over_same_seeds(runs, by):
     """
-    Runs, and the columns that tell apart what is compared -> the seeds that most of it has, and {values of
-    `by`: mean test loss over these seeds}, of what has them all; the mean is NaN if a loss is not finite.
+    Groups runs by the columns `by`. Returns the seeds that more than half of the groups have, and {group:
+    mean test loss over these seeds} for each group that has all of these seeds. A mean is NaN if one of its
+    losses is not finite.
     """
     losses = {}
     for name, rows in runs.groupby(by, sort=False):
@@ -685,11 +717,13 @@ def means_over_same_seeds(runs, by):
 
 def behind(runs):
     """
-    Marks each of these runs, which are those of one figure or of one line of a table. At a size, tying and
-    learning rate, variants are compared by their mean test losses over the same seeds. 0 is within 1% of the
-    lowest; 1 is further above it, or not finite in a seed, which the paper calls diverged, as `_div` does in
-    results/Analyze_All_Models_Performance.ipynb of the authors' code. NaN is not compared: the variant is
-    alone there, it lacks a seed that most have, or the run is of a seed that most lack.
+    Marks runs, those of one figure or of one row of a table, against each other. Variants of one size, tying
+    and learning rate are compared by their mean test losses over the seeds that most of them have.
+
+    1: the mean is over 1% above the lowest, or a seed of the variant, compared or not, is not finite. The
+    paper calls this diverged, as does `_div` in results/Analyze_All_Models_Performance.ipynb of its code.
+    0: the mean is within 1% of the lowest.
+    NaN: not compared. The variant is alone there, it lacks one of these seeds, or the run is of another seed.
     """
     marks = pd.Series(math.nan, runs.index)
     for _, rows in runs.groupby(report.PLACE):
@@ -700,7 +734,7 @@ def behind(runs):
                 marks[own.index] = 1
             elif variant in means and len(means) > 1:
                 above = (means[variant] - min(finite)) / min(finite)
-                marks[own.index[own.seed.isin(seeds)]] = float(above > 0.01)
+                marks[own.index[own.seed.isin(seeds)]] = float(above > report.BEHIND)
     return marks
 
 
@@ -717,15 +751,16 @@ def lowest_losses(runs):
     return pd.DataFrame(rows, columns=['size', 'weight_tying', 'variant', 'lr', 'test_loss', 'seeds'])
 
 
-# -------- learning rate sensitivity, of the lines of a table
-METHODS_LINE = ['weight_tying', 'size']  # what a line of Tables 2 and 5 is of: its cells are variants
-LAM_LINE = ['weight_tying', 'size', 'method', 'setting', 'rounding']  # and of Table 4: its cells are λ
+# -------- learning rate sensitivity, of the rows of a table
+ROW_OF_METHODS = ['weight_tying', 'size']  # what a row of Tables 2 and 5 is of: its cells are variants
+ROW_OF_LAM = ['weight_tying', 'size', 'method', 'setting', 'rounding']  # and of Table 4: its cells are λ
 LRS_COLUMNS = '''size weight_tying variant method lam n_params lrs lrs_n1 paper n_rates rates behind
                  seeds lrs_n1_lowest lrs_n1_highest'''.split()  # of lrs.csv
 PAPER_RATES = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # Eq. 18
 PAPER_LRS = pd.read_csv(TOOLS / 'paper_lrs.csv', index_col=['tying', 'size', 'variant'])  # Tables 2, 4, 5
-NOT_IN_CSV = ['setting', 'rounding', 'note', 'lowest']
-MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
+NOT_IN_CSV = ['setting', 'rounding', 'suffix', 'lowest']
+COMMON = ['size', 'weight_tying', 'variant', 'method', 'lam', 'n_params', 'setting', 'rounding',
+          'suffix']  # what the runs of a cell have in common
 
 
 def published_lrs(row):
@@ -737,10 +772,14 @@ def published_lrs(row):
 
 
 def usual_rates(runs):
-    """The learning rates that most have: each variant's share of seeds with it is over a half on average."""
-    n_seeds = runs.groupby('variant').seed.transform('nunique')
-    shares = (1 / n_seeds).groupby(runs.lr).sum() / runs.variant.nunique()
-    return [lr for lr, share in shares.items() if share > 0.5 + 1e-9]
+    """
+    The learning rates that most variants have. A variant counts in part if only some of its seeds have the
+    rate: for each rate the share of seeds is averaged over the variants, and must be over a half.
+    """
+    n_with_rate = runs.groupby(['variant', 'lr']).seed.nunique().unstack(fill_value=0)
+    n_seeds = runs.groupby('variant').seed.nunique()
+    shares = n_with_rate.div(n_seeds, axis='index').mean()
+    return [lr for lr, share in shares.items() if share > 0.5 + 1e-9]  # a half may be rounded upwards
 
 
 def seeds_with(runs, rates):
@@ -748,67 +787,81 @@ def seeds_with(runs, rates):
     return [seed for seed, of_seed in runs.groupby('seed') if rates and set(rates) <= set(of_seed.lr)]
 
 
-def select_for_lrs(line):
+def select_for_lrs(runs):
     """
-    The runs of a line of a table -> those that LRS is computed of, with a `note`. It is '' of variants that
-    are compared: they have the learning rates and the seeds that most have, and no others are used. Of the
-    rest it says which rates or seeds they are computed of instead.
+    The runs of a row of a table -> those that LRS is computed of, with a `suffix` for the cell. It is '' of
+    variants that are compared: they have the learning rates and the seeds that most have, and no others are
+    used. Of the rest it says which rates or seeds they are computed of instead.
     """
-    line = line[line.groupby('variant').lr.transform('nunique') > 1]
-    rates = usual_rates(line)
+    runs = runs[runs.groupby('variant').lr.transform('nunique') > 1]
+    rates = usual_rates(runs)
     if len(rates) < report.MIN_RATES:
         rates = []  # too few to compare by
-    whole = {variant: seeds_with(runs, rates) for variant, runs in line.groupby('variant')}
-    seeds = in_most([set(own) for own in whole.values() if own])
+    whole = {variant: seeds_with(own, rates) for variant, own in runs.groupby('variant')}
+    seeds = in_most([set(own_seeds) for own_seeds in whole.values() if own_seeds])
 
-    selected = [line[:0].assign(note='')]
-    for variant, runs in line.groupby('variant', sort=False):
-        own_rates = rates
-        own_seeds = whole[variant]
-        if not own_seeds:
-            own_rates = usual_rates(runs)
-            own_seeds = seeds_with(runs, own_rates)
-            note = f' ({len(own_rates)} lr)'
-        elif seeds and set(seeds) <= set(own_seeds):
+    selected = [runs[:0].assign(suffix='')]  # so that there is something to concatenate
+    for variant, own in runs.groupby('variant', sort=False):
+        if seeds and set(seeds) <= set(whole[variant]):  # compared
+            own_rates = rates
             own_seeds = seeds
-            note = ''
-        else:
-            note = f' (seed {" ".join(map(as_text, own_seeds))})'
+            suffix = ''
+        elif whole[variant]:  # all the rates, but not all the seeds
+            own_rates = rates
+            own_seeds = whole[variant]
+            suffix = f' (seed {" ".join(map(as_text, own_seeds))})'
+        else:  # no seed has all the rates
+            own_rates = usual_rates(own)
+            own_seeds = seeds_with(own, own_rates)
+            suffix = f' ({len(own_rates)} lr)'
         if len(own_rates) > 1:
-            used = runs.lr.isin(own_rates) & runs.seed.isin(own_seeds)
-            selected.append(runs[used].assign(note=note))
+            used = own.lr.isin(own_rates) & own.seed.isin(own_seeds)
+            selected.append(own[used].assign(suffix=suffix))
     return pd.concat(selected)
 
 
 def sum_above_lowest(of_seed):
     """
     The runs of a seed at n learning rates -> the sum over them of min(L, L0) - min L, in nats: n times that
-    of Eq. 21. NaN if it learned nothing at any rate: its losses do not vary, so it would score 0, the best.
+    of Eq. 21. NaN if it learned nothing at any rate: its losses do not vary, so it would score 0, the best;
+    and NaN if a loss that is not finite has no L0 to count as.
     """
     losses = of_seed.capped_loss
-    if losses.min() >= of_seed.init_loss.min() - MIN_LEARNED:
+    if losses.min() >= of_seed.init_loss.min() - report.MIN_LEARNED:
         return math.nan
     return (losses - losses.min()).sum(skipna=False)
 
 
+def as_printed(lrs):
+    """LRS with the digits that the tables have."""
+    return float(f'{lrs:.3f}')
+
+
 def lowest_lrs(values):
     """
-    {variant: LRS of each of the same seeds} -> the variants of the lowest mean, as three digits show it. None
-    if there is nothing to compare, or if another had a seed as low as the highest of theirs.
+    {variant: LRS of each of the same seeds} -> the variants to print bold: those of the lowest mean. An empty
+    list if there is nothing to compare, or if any other variant has a seed as low as the highest of theirs.
+    All are compared as the table prints them.
     """
-    means = {variant: round(lrs.mean(), 3) for variant, lrs in values.items() if not np.isnan(lrs).any()}
+    means, lowest, highest = {}, {}, {}
+    for variant, lrs in values.items():
+        if not np.isnan(lrs).any():
+            means[variant] = as_printed(lrs.mean())
+            lowest[variant] = as_printed(lrs.min())
+            highest[variant] = as_printed(lrs.max())
     if not means or len(values) < 2:
         return []
-    best = [variant for variant, mean in means.items() if mean == min(means.values())]
-    highest = max(values[variant].max() for variant in best)
+
+    best = [variant for variant in means if means[variant] == min(means.values())]
+    highest_of_best = max(highest[variant] for variant in best)
     for variant in means:
-        if variant not in best and values[variant].min() <= highest:
+        if variant not in best and lowest[variant] <= highest_of_best:
             return []
     return best
 
 
-def lines_on_left_out(runs):
-    """[a line that names these runs, of a size and tying, which LRS is not computed of], or []."""
+def notes_on_left_out(runs):
+    """[a note that names these runs, of a size and tying, which LRS is not computed of], or []."""
     if runs.empty:
         return []
     seeds_of = {}  # of a variant, and learning rates that it leaves out
@@ -823,52 +876,52 @@ def lines_on_left_out(runs):
             f'{"; ".join(names)}.']
 
 
-def lrs_of_line(line):
-    """The runs of a line of a table -> rows of learning_rate_sensitivity, and lines_on_left_out."""
-    selected = select_for_lrs(line)
-    marks = behind(selected[selected.note == ''])
+def lrs_of_row(runs):
+    """The runs of a row of a table -> a dict for each cell (a row of lrs.csv), and notes_on_left_out."""
+    selected = select_for_lrs(runs)
+    marks = behind(selected[selected.suffix == ''])
 
-    rows = []
+    cells = []
     compared = {}  # {variant: LRS (n - 1) of each of the same seeds}
-    for variant, runs in selected.groupby('variant', sort=False):
-        rates = runs.lr.unique()
+    for variant, own in selected.groupby('variant', sort=False):
+        rates = own.lr.unique()
         n = len(rates)
-        sums = np.array([sum_above_lowest(of_seed) for _, of_seed in runs.groupby('seed')])
+        sums = np.array([sum_above_lowest(of_seed) for _, of_seed in own.groupby('seed')])
         lrs_n1 = sums / (n - 1)
-        if runs.note.iloc[0] == '':
+        if own.suffix.iloc[0] == '':
             compared[variant] = lrs_n1
-        rows.append({
-            **runs.iloc[0],
+        cells.append({
+            **own[COMMON].iloc[0],
             'n_rates': n,
             'rates': ' '.join(map('{:g}'.format, rates)),
-            'behind': marks.reindex(runs.index).max(),
+            'behind': marks.reindex(own.index).max(),
             'seeds': len(sums),
             'lrs': sums.mean() / n,
             'lrs_n1': lrs_n1.mean(),
             'lrs_n1_lowest': lrs_n1.min(),
             'lrs_n1_highest': lrs_n1.max()})
     best = lowest_lrs(compared)
-    for row in rows:
-        row['lowest'] = row['variant'] in best
-        row['paper'] = published_lrs(row)
-    return rows, lines_on_left_out(line.drop(selected.index))
+    for cell in cells:
+        cell['lowest'] = cell['variant'] in best
+        cell['paper'] = published_lrs(cell)
+    return cells, notes_on_left_out(runs.drop(selected.index))
 
 
-def learning_rate_sensitivity(runs, line=METHODS_LINE):
+def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
     """
-    LRS, in nats, of each variant in each line of a table, means over seeds: `lrs` is the mean over n learning
-    rates of min(L, L0) - min L (Eq. 21), `lrs_n1` their sum / (n - 1), as in the published tables; `paper` is
-    what those have. `behind` is 1 if the variant is at one of the rates; `lowest` says whether its LRS is the
-    lowest of the line. Neither is said of a variant with a `note`, see select_for_lrs. And lines that name
-    runs left out.
+    LRS, in nats, of each variant in each row of a table, whose runs have the same in the columns `by`; means
+    over seeds. `lrs` is the mean over n learning rates of min(L, L0) - min L (Eq. 21), `lrs_n1` their sum /
+    (n - 1), as in the published tables; `paper` is what those have. `behind` is 1 if the variant is at one of
+    the rates; `lowest` says whether its LRS is the lowest of the row. Neither is said of a variant with a
+    `suffix`, see select_for_lrs. And notes that name runs left out.
     """
-    rows = []
-    lines = []
-    for _, part in runs.groupby(line, sort=False, dropna=False):
-        rows_of_line, left_out = lrs_of_line(part)
-        rows += rows_of_line
-        lines += left_out
-    return pd.DataFrame(rows, columns=[*LRS_COLUMNS, *NOT_IN_CSV]), lines
+    cells = []
+    notes = []
+    for _, part in runs.groupby(by, sort=False, dropna=False):
+        cells_of_row, left_out = lrs_of_row(part)
+        cells += cells_of_row
+        notes += left_out
+    return pd.DataFrame(cells, columns=[*LRS_COLUMNS, *NOT_IN_CSV]), notes
 
 
 # -------- what a method costs in time
@@ -902,29 +955,104 @@ def overhead(runs):
 
 
 # -------- what is said of the runs
+def make_headlines(lrs, several, lowest):
+    """
+    Rows of learning_rate_sensitivity for methods and for several λ, and of lowest_losses -> a line for each
+    size and tying: where the test loss is lowest, and which method depends least on the learning rate.
+    """
+    lines = []
+    for best in lowest.itertuples(index=False):
+        place = f'{best.size}, {report.TYING[best.weight_tying]}'
+        over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
+        line = f'{place}: the lowest test loss is {best.test_loss:.4f}{over}'
+        line += f', of {best.variant} at η = {best.lr:g}'
+        rows = lrs[(lrs['size'] == best.size) & (lrs.weight_tying == best.weight_tying)]
+        if report.has_lrs(rows):
+            line += f'; {lrs_in_words(rows)}'
+        lines.append(line + '.')
+    if report.has_lrs(lrs):
+        explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the '
+                     'learning rate, and not how low it is.')
+        if len(several):
+            explained += f' {report.AT_DEFAULT}'
+        lines.append(explained)
+    return lines
+
+
+def lrs_in_words(rows):
+    """The cells of a row of the LRS table of methods -> which is the lowest, and which are not compared."""
+    compared = rows[(rows.suffix == '') & rows.lrs_n1.notna()]
+    best = compared[compared.lowest]
+    if len(best):
+        text = f'the lowest LRS is {best.lrs_n1.iloc[0]:.3f}, of {" and ".join(best.variant)}'
+    elif len(compared) > 1:
+        text = 'no LRS is clearly the lowest, as ranges over seeds overlap'
+    elif len(compared) == 1:
+        text = f'LRS is {compared.lrs_n1.iloc[0]:.3f}, of {compared.variant.iloc[0]}'
+    else:
+        text = 'no LRS is compared'
+    others = [row.variant + row.suffix for row in rows.itertuples() if row.suffix]
+    if others:
+        text += f'; not compared: {", ".join(others)}'
+    return text
+
+
+DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size',
+             'final_gain', 'cap', 'dtype', 'logits_dtype', 'device']
+
+
+def describe(runs):
+    """Notes that say what was run, and what too few rates, steps or seeds cannot tell."""
+    parts = [f'Runs: {len(runs)}.']
+    for column in runs.columns.intersection(DESCRIBED, sort=False):
+        values = [as_text(value) for value in runs[column].unique() if as_text(value) != '']
+        unknown = column == 'seed' and values == ['0']  # fill_in calls it 0
+        if values and not unknown:
+            parts.append(f'{column}: {", ".join(values)}.')
+    notes = [' '.join(parts)]
+
+    of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
+    if of_variant.lr.nunique().max() < report.MIN_RATES:
+        notes.append(f'No learning rate sensitivity (LRS): it needs {report.MIN_RATES} learning rates of one '
+                     'name.')
+    if runs.steps.max() < 10_000:
+        notes.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
+    seeds = runs.groupby([*report.PLACE, 'variant'], sort=False).seed.nunique()
+    few = []
+    for variant, counts in seeds.groupby('variant', sort=False):
+        if counts.min() < 3:
+            few.append(variant if counts.max() < 3 else f'{variant} at some learning rates')
+    if few:
+        notes.append(f'With fewer than three seeds a difference may be chance: {"; ".join(few)}.')
+    return notes
+
+
 def rounding_cost(logit_mean):
-    """What BF16 logits cost a run with this mean logit, in words, by results/mean_logit."""
-    size = abs(logit_mean)
-    if size < 64:
+    """
+    What BF16 logits cost a run with this mean logit, in words, by results/mean_logit. BF16 has 8 significant
+    bits, so neighbouring logits are 0.5 apart from 64 on, and 2 apart from 256 on.
+    """
+    if abs(logit_mean) < 64:
         return 'nothing'
-    if size < 256:
+    if abs(logit_mean) < 256:
         return 'hundredths of a nat; center the head, or use mu_loss'
     return 'a tenth of a nat and more; center the head, or use mu_loss'
 
 
-def lines_on_largest_mean(runs):
-    """[a line on the run of the largest mean logit, where the logits are BF16 and have no cap], or []."""
+def notes_on_largest_mean(runs):
+    """[a note on the run of the largest mean logit, where the logits are BF16 and have no cap], or []."""
     rounded = runs[runs.logits_dtype.isin(['', 'bfloat16']) & ~(runs.cap > 0)].dropna(subset='logit_mean')
     if rounded.empty:
         return []
     run = rounded.sort_values('logit_mean', key=abs).iloc[-1]
-    return [f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, at η = {run.lr:g}. '
-            f'There BF16 costs {rounding_cost(run.logit_mean)}.']
+    return [f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
+            f'{report.TYING[run.weight_tying]}, at η = {run.lr:g}. There BF16 costs '
+            f'{rounding_cost(run.logit_mean)}.']
 
 
-def lines_on_rounding(runs):
+def notes_on_rounding(runs):
     """
-    [a line on the two runs farthest apart of those that differ in logits_dtype alone, and on all others of
+    [a note on the two runs farthest apart of those that differ in logits_dtype alone, and on all others of
     their seed and learning rate, from the highest test loss to the lowest], or [].
     """
     farthest = 0.0
@@ -942,17 +1070,19 @@ def lines_on_rounding(runs):
     for run in beside:
         mean = '' if math.isnan(run.logit_mean) else f' (mean logit {round(run.logit_mean):,})'
         ends.append(f'{run.variant} ends at {run.test_loss:.2f}{mean}')
-    return [f'What rounding of the logits does at η = {beside[0].lr:g}: {"; ".join(ends)}.']
+    first = beside[0]
+    return [f'What rounding of the logits does to {first["size"]}, {report.TYING[first.weight_tying]}, at '
+            f'η = {first.lr:g}: {"; ".join(ends)}.']
 
 
-def lines_on_names(runs):
-    """[a line that says what runs have whose names leave out a flag that other names have], or []."""
+def notes_on_names(runs):
+    """[a note that says what runs have whose names leave out a flag that other names have], or []."""
     meant = []
-    for flag in IN_NAMES:
-        named = (runs.setting + ' ').str.contains(f', {flag} ', regex=False)
-        if named.any():
-            values = {as_text(value) for value in runs[flag][~named]} - {''}
-            meant.append(f'{flag} {" or ".join(sorted(values)) or as_text(FLAGS[flag]) or "none"}')
+    for flag, values in named_flags(runs).drop(columns='logits_dtype', errors='ignore').items():
+        usual = set()
+        for run in runs[values == ''].to_dict('records'):
+            usual.add(as_text(run[flag]) or defaults_of(run)[flag] or 'none')
+        meant.append(f'{flag} {" or ".join(sorted(usual))}')
     if not meant:
         return []
     return [f'Runs whose name does not say otherwise have {"; ".join(meant)}.']
@@ -974,16 +1104,16 @@ def default_out(args):
 
 
 def compare(runs):
-    """Runs -> LRS of methods and of several λ, rows of lrs.csv, and lines on what it leaves out."""
+    """Runs -> LRS of methods and of several λ, rows of lrs.csv, and notes on what it leaves out."""
     methods, left_out = learning_rate_sensitivity(of_default_lam(runs))
-    several, also_left_out = learning_rate_sensitivity(of_several_lam(runs), LAM_LINE)
-    lines = []
+    several, also_left_out = learning_rate_sensitivity(of_several_lam(runs), ROW_OF_LAM)
+    notes = []
     n_rates = [*methods.n_rates, *several.n_rates]
     if max(n_rates, default=0) >= report.MIN_RATES:  # with fewer none is shown
-        lines = list(dict.fromkeys(left_out + also_left_out))  # each once
+        notes = list(dict.fromkeys(left_out + also_left_out))  # each once
         if runs.init_loss.isna().any():
-            lines.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
-    return methods, several, lines
+            notes.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
+    return methods, several, notes
 
 
 def draw(runs, methods, everything, beside):
@@ -1026,7 +1156,7 @@ def write_figures(figures, folder):
         save(figure['png'], f'{folder}/{figure["name"]}.png')
 
 
-def write_analysis(runs, others, beside, lines, out):
+def write_analysis(runs, others, beside, notes, out):
     """
     Compares and draws runs and the tables of the csv files `beside` results.csv, writes lrs.csv, tables,
     figures and the page into `out`, and prints it.
@@ -1035,22 +1165,22 @@ def write_analysis(runs, others, beside, lines, out):
     lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
     write_csv(out / 'lrs.csv', lrs.drop(columns=NOT_IN_CSV))
 
-    own_statistics = [name for name in runs if name not in {*RESULTS, *FLAGS, *train.MAY_CHANGE, *ADDED}]
-    added = overhead(runs)
-    tables = report.make_tables(runs.assign(behind=behind(runs)), methods, several, added, own_statistics)
-    save(report.markdown(tables).encode(), f'{out}/tables.md')
+    tables = report.make_tables(runs, methods, several, overhead(runs))
+    own_statistics = [name for name in runs if name not in {*KNOWN, *ADDED}]
+    all_runs = report.run_table(runs.assign(behind=behind(runs)), own_statistics)
+    save(report.markdown([*tables, all_runs]).encode(), f'{out}/tables.md')
 
     figures = draw(runs, methods, pd.concat([runs, others]), beside)
     write_figures(figures, out / 'figures')
 
-    headlines = report.headlines(methods, several, lowest_losses(runs))
-    lines = [*lines_on_rounding(runs), *lines_on_largest_mean(runs), *report.describe(runs),
-             *lines_on_names(runs), *left_out, *lines]
-    items = report.in_order([*tables, *figures])
-    save(report.page(out.resolve().name, headlines, lines, items).encode(), f'{out}/report.html')
+    headlines = make_headlines(methods, several, lowest_losses(runs))
+    notes = [*notes_on_rounding(runs), *notes_on_largest_mean(runs), *describe(runs),
+             *notes_on_names(runs), *left_out, *notes]
+    items = report.in_order([*tables, all_runs, *figures])
+    save(report.page(out.resolve().name, headlines, notes, items).encode(), f'{out}/report.html')
 
-    print(report.plain(tables[:-1]))
-    print(*headlines, *lines, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+    print(report.plain(tables))
+    print(*headlines, *notes, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
 
 
 def main(argv=None):
@@ -1058,9 +1188,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
     if args.runs:
-        runs, others, curves, lines = read_sweep(args.runs)
+        runs, others, curves, notes = read_sweep(args.runs)
     else:
-        runs, lines = read_runs(args.results)
+        runs, notes = read_runs(args.results)
         others = runs[:0]
         beside = read_beside(args.results)
 
@@ -1069,8 +1199,9 @@ def main(argv=None):
     with open(out / '.lock', 'a') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tasks of an array may end at once: each waits for the one before
         if args.runs:
-            runs, beside = measure_sweep(runs, others, curves, out, lines)
-        write_analysis(runs, others, beside, lines, out)
+            runs, beside, more_notes = measure_sweep(runs, others, curves, out)
+            notes += more_notes
+        write_analysis(runs, others, beside, notes, out)
 
 
 if __name__ == '__main__':

@@ -98,15 +98,15 @@ def write(folder, **tables):
 def figures_of(arguments, with_files=False):
     """The figures that analyze.py draws, by their names; without files it takes a fraction of the time."""
     figures = {}
-    finished = report.finished
+    to_png = report.to_png
 
     def keep(name, place, figure, *more):
-        item = finished(name, place, figure, *more)
+        item = to_png(name, place, figure, *more)
         figures[item['name']] = figure
         return item
 
     with pytest.MonkeyPatch.context() as patched, plt.rc_context({'figure.dpi': 40}):
-        patched.setattr(report, 'finished', keep)
+        patched.setattr(report, 'to_png', keep)
         if not with_files:
             patched.setattr(plt.Figure, 'savefig', lambda *_, **more: None)
         analyze.main(arguments)

@@ -1,6 +1,7 @@
 """
 Tables, figures and a page of the runs that analyze.py has read, named and compared. Which runs are compared,
-and how they are marked, is decided there; rows come with the columns `behind`, `lowest` and `note`.
+and how they are marked, is decided there; rows come with the columns `behind`, `lowest` and `suffix`. Only
+the constants of the comparison are here, as both files use them.
 """
 import base64
 import html
@@ -16,9 +17,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 TYING = {0: 'untied', 1: 'tied'}
-PLACE = ['size', 'weight_tying', 'lr']  # of the runs that are compared
+PLACE = ['size', 'weight_tying', 'lr']  # runs are compared where these are the same
 SAME = [*PLACE, 'setting', 'rounding', 'seed']  # of runs of several methods that differ in nothing else
+BEHIND = 0.01  # a test loss further than this above the lowest, relative to it, is marked
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
+MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
 
 # -------- names and looks
 NAMES = {  # a method that is not here is called what METHODS calls it
@@ -88,8 +91,9 @@ FORMATS = {  # of columns of results.csv
     'r_cos': '{:.3f}', 'r_log': '{:.3f}', 'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}',
     'r_log_below_1_too': '{:.1%}', 'bf16_cost': '{:.4f}', 'bf16_estimate': '{:.4f}'}
 EXPLAINED = {  # columns of the table of runs
-    'behind': '1 if not finite, or if the mean over the seeds that most variants have is over 1% above the '
-              'lowest of this table at the same size, tying and learning rate; empty: not compared',
+    'behind': '1 if not finite, or if the mean over the seeds that most variants have is over '
+              f'{BEHIND:.0%} above the lowest of this table at the same size, tying and learning rate; '
+              'empty: not compared',
     'model_step': 'of the model measured',
     'largest_rise': 'of the training loss above its earlier minimum, in nats, at rise_step',
     'mean_share': 'V‖μ‖² / ‖E‖², 1 if all e_i are equal',
@@ -99,38 +103,50 @@ EXPLAINED = {  # columns of the table of runs
 
 
 def grid(cells, *names):
-    """Cells {(line, ..., column): text}, what their lines are called -> a table, with - where none is."""
-    table = pd.Series(cells).unstack(sort=False).fillna('-').rename_axis(index=names, columns=None)
-    return table.reset_index()
+    """
+    Cells {(row, ..., column): text}, and the headers of what tells the rows apart -> a table, whose rows and
+    columns are in the order of the cells, with - where there is no cell.
+    """
+    places = dict.fromkeys(key[:-1] for key in cells)
+    columns = dict.fromkeys(key[-1] for key in cells)
+    rows = []
+    for place in places:
+        rows.append([*place, *(cells.get((*place, column), '-') for column in columns)])
+    return pd.DataFrame(rows, columns=[*names, *columns])
 
 
-def lrs_cell(run):
-    """A cell of an LRS table: LRS (n - 1), its marks or its note, and the range over several seeds."""
-    if math.isnan(run.lrs_n1):
+def has_lrs(lrs):
+    """Whether any of these rows of lrs.csv, if there are any, is of enough learning rates to be shown."""
+    return bool((lrs.n_rates >= MIN_RATES).any())
+
+
+def lrs_cell(row):
+    """A cell of an LRS table: LRS (n - 1), its marks or its suffix, and the range over several seeds."""
+    if math.isnan(row.lrs_n1):
         return '-'
-    text = f'{run.lrs_n1:.3f}'
-    if run.behind == 0:
+    text = f'{row.lrs_n1:.3f}'
+    if row.behind == 0:
         text = f'<u>{text}</u>'
-    if run.lowest:
+    if row.lowest:
         text = f'<b>{text}</b>'
-    text += run.note
-    if run.seeds > 1:
-        text += f' [{run.lrs_n1_lowest:.3f}, {run.lrs_n1_highest:.3f}]'
+    text += row.suffix
+    if row.seeds > 1:
+        text += f' [{row.lrs_n1_lowest:.3f}, {row.lrs_n1_highest:.3f}]'
     return text
 
 
 def lrs_table(lrs, column, title, section):
-    """Table 2, 5 or 4, of rows of lrs.csv: lines for each size, a column for each value of `column`."""
-    if not lrs.n_rates.max() >= MIN_RATES:
+    """Table 2, 5 or 4, of rows of lrs.csv: some rows for each size, a column for each value of `column`."""
+    if not has_lrs(lrs):
         return None
     cells = {}
-    for size, runs in lrs.groupby('size', sort=False):
-        for run in runs.itertuples(index=False):
-            cells[size, 'sum / (n - 1)', getattr(run, column)] = lrs_cell(run)
-        for run in runs.dropna(subset='paper').itertuples(index=False):
-            cells[size, "the paper's", getattr(run, column)] = f'{run.paper:.3f}'
-        for run in runs.dropna(subset='lrs').itertuples(index=False):
-            cells[size, 'mean (Eq. 21)', getattr(run, column)] = f'{run.lrs:.3f}'
+    for size, of_size in lrs.groupby('size', sort=False):
+        for row in of_size.itertuples(index=False):
+            cells[size, 'sum / (n - 1)', getattr(row, column)] = lrs_cell(row)
+        for row in of_size.dropna(subset='paper').itertuples(index=False):
+            cells[size, "the paper's", getattr(row, column)] = f'{row.paper:.3f}'
+        for row in of_size.dropna(subset='lrs').itertuples(index=False):
+            cells[size, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}'
     caption = (
         'Lower is better. In nats: how far the test losses at n learning rates lie above the lowest of them, '
         'where a loss that is not finite, or above the one at initialisation, counts as that one; their sum '
@@ -139,7 +155,7 @@ def lrs_table(lrs, column, title, section):
         caption += " The paper's: one seed, 100,000 steps of 64 x 2,048 tokens."
     if lrs.seeds.max() > 1:
         caption += ' Means over seeds [lowest, highest].'
-    compared = lrs[lrs.note == '']
+    compared = lrs[lrs.suffix == '']
     if len(compared):
         of_sizes = []
         for rates, rows in compared.groupby('rates', sort=False):
@@ -147,17 +163,17 @@ def lrs_table(lrs, column, title, section):
         caption += (
             ' The cells of a line are compared, over the same seeds and learning rates '
             f'({"; ".join(of_sizes)}). Bold: the lowest, if no other has a seed as low as its highest. '
-            'Underlined: within 1% of the lowest test loss at every learning rate.')
+            f'Underlined: within {BEHIND:.0%} of the lowest test loss at every learning rate.')
     if len(compared) < len(lrs):
         caption += ' (n lr), (seed ...): not compared, as it is of these learning rates or seeds alone.'
     rows = grid(cells, 'size', 'LRS')
-    if (rows == '-').any(axis=None):
+    if rows.isin(['-']).any(axis=None):
         caption += ' -: no such runs, or nothing was learned.'
     return dict(title=title, rows=rows, caption=caption, section=section)
 
 
 def overhead_table(added, tying):
-    """Table 6, of rows of analyze.overhead: lines for each size and machine, a column for each method."""
+    """Table 6, of rows of analyze.overhead: a row for each size and machine, a column for each method."""
     added = added[added.weight_tying == tying]
     if added.empty:
         return None
@@ -209,10 +225,10 @@ def seed_table(runs):
 
 
 def run_table(runs, own_statistics):
-    """A line for each run, a column for each of FORMATS that is known of a run, and for a fork's own."""
+    """A row for each run, a column for each of FORMATS that is known of a run, and for a fork's own."""
     formats = FORMATS | dict.fromkeys(own_statistics, '{:.4g}')
-    known = runs[[*formats]].dropna(axis='columns', how='all')
-    cells = known.apply(lambda column: column.map(formats[column.name].format))
+    cells = pd.DataFrame({
+        name: runs[name].map(text.format) for name, text in formats.items() if runs[name].notna().any()})
     cells = cells.replace({'nan': '', 'nan%': '', '-0.000': '0.000', '-0.0000': '0.0000'})
     caption = ' '.join(f'{name}: {text}.' for name, text in EXPLAINED.items() if name in cells)
     return dict(title='All runs', rows=cells, caption=caption, section='all runs')
@@ -228,33 +244,37 @@ def in_order_of_ablation(rows):
 AT_DEFAULT = 'Methods are compared at their default λ, where they ran with it.'
 
 
-def make_tables(runs, methods, several, added, own_statistics):
+def make_tables(runs, methods, several, added):
     """
-    All tables that there are data for, of runs, of lrs.csv, and of the time that methods add. The last, of
-    all runs, is always there.
+    All tables but run_table that there are data for, of runs, of lrs.csv, and of the time that methods add.
     """
     tables = []
     for tying, word in TYING.items():
         title = f'Learning rate sensitivity (LRS), {word}'
-        of_tying = in_order_of_ablation(several[several.weight_tying == tying])
-        of_methods = lrs_table(methods[methods.weight_tying == tying], 'variant', title, f'methods, {word}')
-        if of_methods and len(of_tying):
-            of_methods['caption'] += f' {AT_DEFAULT}'
-        tables.append(of_methods)
-        for (method, *flags), rows in of_tying.groupby(['method', 'setting', 'rounding'], sort=False):
-            name = f'{title}, of {NAMES.get(method, method)}{"".join(flags)} for several λ'
-            tables.append(lrs_table(rows.assign(lam=rows.lam.map('{:g}'.format)), 'lam', name, f'λ, {word}'))
+        lam_rows = in_order_of_ablation(several[several.weight_tying == tying])
+        methods_rows = methods[methods.weight_tying == tying]
+        methods_table = lrs_table(methods_rows, 'variant', title, f'methods, {word}')
+        if methods_table and len(lam_rows):
+            methods_table['caption'] += f' {AT_DEFAULT}'
+        tables.append(methods_table)
+
+        by_method = lam_rows.groupby(['method', 'setting', 'rounding'], sort=False)
+        for (method, setting, rounding), rows in by_method:
+            name = f'{title}, of {NAMES.get(method, method)}{setting}{rounding} for several λ'
+            rows = rows.assign(lam=rows.lam.map('{:g}'.format))
+            tables.append(lrs_table(rows, 'lam', name, f'λ, {word}'))
     tables += [overhead_table(added, tying) for tying in TYING]
-    tables += [seed_table(runs), run_table(runs, own_statistics)]
+    tables.append(seed_table(runs))
     return [table for table in tables if table]
 
 
 # -------- figures: dicts of name, title, caption, section and png
 FILLED = (
     'Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is drawn as '
-    'that one. Filled: what the paper calls diverged, which is over 1% above the lowest point of its size '
-    'and learning rate here, or not finite. Grey: alone there, or without the seeds of the others. '
-    'Triangles lie above the axis.')
+    'that one. Filled: what the paper calls diverged, a test loss that is not finite or, before it is drawn '
+    f'lower, over {BEHIND:.0%} above the lowest of the variants compared here at its size and learning rate. '
+    'Grey: not compared, as it is alone there or lacks the seeds of the others. Triangles lie above the '
+    'axis.')
 BOXES = (
     'A row for each size. r_emb is over the vocabulary, the others are over test positions. Grey: quartiles; '
     'black: median and extrema. Over several seeds, quartiles and median are means, extrema the outermost. '
@@ -273,8 +293,8 @@ FIGURES = {  # title, caption
     'fact_3': ('What centering would change in the baseline', (
         'r_emb: the norm of an embedding minus μ, divided by that without. r_cos, r_log: likewise the '
         'largest |cosine| with h, and |logit|. Below 1, the dotted line, centering lowers it. Means over '
-        'positions and seeds. Filled: over 1% above the best method, as in the figure of the test loss. '
-        '(Figure 5)')),
+        f'positions and seeds. Filled: over {BEHIND:.0%} above the best method, as in the figure of the test '
+        'loss. (Figure 5)')),
     'ablation': ('Several values of λ', (
         'Top: test loss against learning rate. Bottom: LRS, the sum / (n - 1), against size. All panels are '
         f'compared with each other. {FILLED} (Figure 8)')),
@@ -299,26 +319,33 @@ plt.rcParams.update({
 
 
 def limits_of(rows, column):
-    """
-    The lowest and the highest value of a column that an axis shows, so that a few do not flatten the others.
-    Of test losses it shows the medians over seeds, and a tenth more, but for runs that learned nothing; of
-    training losses four times the range of nine in ten; of what is never negative, as |mu|, all above 0.001.
-    """
+    """The lowest and the highest value that the axis of `column` shows, so that a few flatten no others."""
     values = rows[column]
+    lowest = values.min()
+
     if column == 'capped_loss':
+        # the medians over seeds of the runs that learned something, and a tenth more
         medians = rows.groupby(['size', 'variant', 'lr'])[['capped_loss', 'init_loss']].median()
-        learned = medians[~(medians.capped_loss >= medians.init_loss - 0.1)]
-        highest = learned.capped_loss.max() if len(learned) else values.max()
-        return values.min(), values.min() + 1.1 * (highest - values.min())
+        # False where init_loss is unknown
+        nothing_learned = medians.capped_loss >= medians.init_loss - MIN_LEARNED
+        highest = medians.capped_loss[~nothing_learned].max()
+        if nothing_learned.all():
+            highest = values.max()
+        return lowest, lowest + 1.1 * (highest - lowest)
+
     if column == 'loss':
-        usual = values.quantile(0.9) - values.min()
-        return values.min(), values.min() + max(4 * usual, 0.1 * values.min())
-    if values.min() >= 0 and values.max() > 1e-3:
+        # four times the range of nine in ten training losses
+        usual = values.quantile(0.9) - lowest
+        return lowest, lowest + max(4 * usual, 0.1 * lowest)
+
+    if lowest >= 0 and values.max() > 1e-3:
+        # of what is never negative, such as |mu|, all above 0.001: mu-centering has 0, or rounding errors
         return values[values > 1e-3].min() / 2, math.inf
+
     return -math.inf, math.inf
 
 
-def stretch(ax, values):
+def choose_scale(ax, values):
     """A log y axis for positive values over a factor of ten; linear up to 100 for others beyond it."""
     low, high = values.min(), values.max()
     if low > 1e-3 and high > 10 * low:
@@ -376,9 +403,9 @@ def draw_line(ax, x, means, lowest, highest, faces, look, width, limits=(-math.i
     ax.vlines(x, np.clip(lowest, *limits), np.clip(highest, *limits), color=look.color, linewidth=0.8)
     low, high = limits
     inside = shown == means
-    for marker, some in ((look.marker, inside), ('^', means > high), ('v', means < low)):
-        ax.scatter(x[some], shown[some], 25, marker=marker, edgecolors=[look.color], linewidths=1, zorder=3,
-                   facecolors=faces[some], clip_on=False)
+    for marker, where in ((look.marker, inside), ('^', means > high), ('v', means < low)):
+        ax.scatter(x[where], shown[where], 25, marker=marker, edgecolors=[look.color], linewidths=1, zorder=3,
+                   facecolors=faces[where], clip_on=False)
 
 
 def draw_lines(ax, rows, y, limits=None):
@@ -392,19 +419,22 @@ def draw_lines(ax, rows, y, limits=None):
     width = dict(zip(variants, widths(len(variants)), strict=True))
     for (_, variant), part in rows.groupby(['size', 'variant'], sort=False):
         look = part.iloc[0]
-        seeds = [runs for _, runs in part.groupby('lr')]
-        rates = np.array([runs.lr.iloc[0] for runs in seeds])
-        means = np.array([mean_of_compared(runs, y) for runs in seeds])
-        faces = np.array([face(runs.behind.max(), look.color) for runs in seeds])
-        lowest = [runs[y].min() for runs in seeds]
-        highest = [runs[y].max() for runs in seeds]
+        by_rate = [(lr, runs) for lr, runs in part.groupby('lr')]
+        rates = np.array([lr for lr, _ in by_rate])
+        means = np.array([mean_of_compared(runs, y) for _, runs in by_rate])
+        faces = np.array([face(runs.behind.max(), look.color) for _, runs in by_rate])
+        lowest = [runs[y].min() for _, runs in by_rate]
+        highest = [runs[y].max() for _, runs in by_rate]
         draw_line(ax, rates, means, lowest, highest, faces, look, width[variant], limits)
-    ax.set(xlabel=LABELS['lr'], ylabel=LABELS.get(y))
+    ax.set(xlabel=LABELS['lr'], ylabel=LABELS.get(y, y))
     label_rates(ax, sorted(rows.lr.unique()))
 
 
 def legend(figure, rows):
-    """Below the figure, of what there are several: the colors of variants, markers of sizes, fillings."""
+    """
+    Draws the legend below a figure. It has the colors of the variants, and the markers of sizes and the
+    fillings if there are several.
+    """
     handles = []
     for run in rows.drop_duplicates('variant').itertuples():
         handles.append(Line2D([], [], color=run.color, label=run.variant))
@@ -413,16 +443,28 @@ def legend(figure, rows):
         for run in sizes.itertuples(index=False):
             handles.append(Line2D([], [], color='black', ls=run.dash, marker=run.marker, mfc='white',
                                   label=run.size))
-    marks = {'over 1% above the lowest': 1, 'within 1% of it': 0, 'not compared': math.nan}
-    if rows.behind.nunique(dropna=False) > 1:
-        for label, mark in marks.items():
-            if rows.behind.isin([mark]).any():
+    not_compared = -1  # instead of NaN, which equals nothing
+    marks = rows.behind.fillna(not_compared)
+    labels = {1: f'over {BEHIND:.0%} above the lowest', 0: f'within {BEHIND:.0%} of it',
+              not_compared: 'not compared'}
+    if marks.nunique() > 1:
+        for mark, label in labels.items():
+            if (marks == mark).any():
                 handles.append(Line2D([], [], color='black', ls='', marker='o', mfc=face(mark, 'black'),
                                       label=label))
     figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
 
 
-def finished(name, place, figure, section='others'):
+def panels(n, n_columns, **more):
+    """n panels, in rows of n_columns at most -> the figure, the panels, and the number of rows."""
+    n_rows = math.ceil(n / n_columns)
+    figure, axes = plt.subplots(n_rows, min(n, n_columns), squeeze=False, **more)
+    for ax in axes.flat[n:]:
+        ax.set_visible(False)
+    return figure, axes.flat[:n], n_rows
+
+
+def to_png(name, place, figure, section='others'):
     """A figure -> a dict of its name, title, caption, section and the bytes of a png file; closes it."""
     figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
     png = io.BytesIO()
@@ -430,7 +472,8 @@ def finished(name, place, figure, section='others'):
                    metadata={'Software': SOFTWARE})
     plt.close(figure)
     title, caption = FIGURES[name]
-    file_name = f'{name}_{place.replace(", ", "_").replace("η = ", "lr")}'
+    # a variant may have what no file name should, as in init_from a/model.pt
+    file_name = name + '_' + re.sub(r'[^\w.-]+', '_', place.replace('η = ', 'lr'))
     return dict(name=file_name, title=f'{title}, {place}', caption=caption, section=section,
                 png=png.getvalue())
 
@@ -438,7 +481,7 @@ def finished(name, place, figure, section='others'):
 # -------- figures against the learning rate
 def against_lr(rows, columns):
     """A figure with a panel for each column that has values, against the learning rate, or None without."""
-    # the model of a run that was not finite is of its last checkpoint, of step 0 even
+    # A run that was not finite has statistics of its last checkpoint, even of step 0: only its loss is drawn.
     shown = {column: rows[rows[column].notna() & rows.test_loss.notna()] for column in columns}
     if 'capped_loss' in columns:
         shown['capped_loss'] = rows[rows.capped_loss.notna()]
@@ -446,24 +489,22 @@ def against_lr(rows, columns):
     if not columns:
         return None
 
-    figure, axes = plt.subplots(math.ceil(len(columns) / 2), min(len(columns), 2), squeeze=False)
-    figure.set_size_inches(7.5, 1.2 + 2.7 * len(axes))
-    for ax in axes.flat[len(columns):]:
-        ax.set_visible(False)
-    for ax, column in zip(axes.flat, columns, strict=False):
+    figure, axes, n_rows = panels(len(columns), 2)
+    figure.set_size_inches(7.5, 1.2 + 2.7 * n_rows)
+    for ax, column in zip(axes, columns, strict=True):
         draw_lines(ax, shown[column], column)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         elif column != 'capped_loss':
-            stretch(ax, shown[column][column].clip(*limits_of(shown[column], column)))
-    legend(figure, pd.concat(shown.values()))
+            choose_scale(ax, shown[column][column].clip(*limits_of(shown[column], column)))
+    legend(figure, pd.concat([shown[column] for column in columns]))
     return figure
 
 
 def draw_summary(rows, tying):
     """Figures of three methods of one size."""
     figure = against_lr(rows.assign(marker='o', dash='-'), ['capped_loss', 'logit_mean'])
-    return [finished('summary', TYING[tying], figure)] if figure else []
+    return [to_png('summary', TYING[tying], figure)] if figure else []
 
 
 def loss_against_lr(rows):
@@ -503,7 +544,7 @@ def draw_lrs(ax, lrs):
     ax.set(xscale='log', xlabel='parameters $N$', ylabel=LABELS['lrs_n1'])
     ax.set_xticks(sizes.n_params, sizes['size'])
     ax.xaxis.set_minor_locator(NullLocator())
-    stretch(ax, lrs.lrs_n1)
+    choose_scale(ax, lrs.lrs_n1)
 
 
 def lrs_against_size(lrs):
@@ -527,7 +568,7 @@ def draw_methods(rows, lrs, tying):
         'statistics': against_lr(rows, ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']),
         'fact_3': against_lr(baseline, ['r_emb', 'cos_mu_h', 'r_cos', 'r_log'])}
     section = f'methods, {TYING[tying]}'
-    return [finished(name, TYING[tying], figure, section) for name, figure in drawn.items() if figure]
+    return [to_png(name, TYING[tying], figure, section) for name, figure in drawn.items() if figure]
 
 
 def draw_ablation(rows, lrs, tying):
@@ -545,13 +586,13 @@ def draw_ablation(rows, lrs, tying):
     limits = limits_of(rows, 'capped_loss')
     figure, axes = plt.subplots(n_rows, len(columns), squeeze=False, sharey='row')
     figure.set_size_inches(max(7.5, 4.4 * len(columns)), 1 + 3 * n_rows)
-    for i, ((method, *flags), part) in enumerate(columns):
+    for i, ((method, setting, rounding), part) in enumerate(columns):
         draw_lines(axes[0, i], part, 'capped_loss', limits)
-        axes[0, i].set_title(NAMES.get(method, method) + ''.join(flags))
+        axes[0, i].set_title(NAMES.get(method, method) + setting + rounding)
         if n_rows == 2:
             draw_lrs(axes[1, i], lrs[lrs.variant.isin(part.variant)])
     legend(figure, rows.assign(variant=[f'λ = {lam:g}' for lam in rows.lam]))
-    return [finished('ablation', TYING[tying], figure, f'λ, {TYING[tying]}')]
+    return [to_png('ablation', TYING[tying], figure, f'λ, {TYING[tying]}')]
 
 
 # -------- figures of distributions
@@ -593,7 +634,7 @@ def draw_boxes(ax, rows, quantity):
 def draw_distributions(rows, tying):
     """Figures 11 and 12, of rows of distributions.csv and their runs: the first variant of the baseline."""
     rows = rows[(rows.method == 'baseline') & rows.quantity.isin(CONDITIONS.keys())]
-    # the model of a run that was not finite is of its last checkpoint, of step 0 even
+    # A run that was not finite has distributions of its last checkpoint, even of step 0.
     rows = rows[rows.test_loss.notna()]
     rows = rows[rows.variant.isin(rows.variant[:1])]
     if rows.lr.nunique() < 2:
@@ -611,16 +652,16 @@ def draw_distributions(rows, tying):
                 if i == len(sizes) - 1:
                     ax.set_xlabel(LABELS['lr'])
         place = f'{rows.variant.iloc[0]}, {TYING[tying]}'.removeprefix('baseline, ')
-        figures.append(finished(name, place, figure, 'distributions'))
+        figures.append(to_png(name, place, figure, 'distributions'))
     return figures
 
 
 # -------- figures against the step
 def against_step(rows, curves, columns, marker='-'):
     """A figure with a panel for each column of {run: its curve}, against the step, a line for each run."""
-    figure, axes = plt.subplots(math.ceil(len(columns) / 3), min(len(columns), 3), sharex=True, squeeze=False)
-    figure.set_size_inches(10, 3.2 * len(axes))
-    for ax, column in zip(axes.flat, columns, strict=True):
+    figure, axes, n_rows = panels(len(columns), 3, sharex=True)
+    figure.set_size_inches(10, 3.2 * n_rows)
+    for ax, column in zip(axes, columns, strict=True):
         everything = pd.concat([curves[run] for run in rows.run])
         limits = limits_of(everything, column)
         for run, width in zip(rows.itertuples(), widths(len(rows), 3.0), strict=True):
@@ -632,9 +673,9 @@ def against_step(rows, curves, columns, marker='-'):
                         markersize=3)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
-        stretch(ax, everything[column].clip(*limits))
-        ax.set(title=LABELS[column], xlabel='step')
-    handles = {line.get_label(): line for line in axes[0, 0].lines if line.get_label() in set(rows.variant)}
+        choose_scale(ax, everything[column].clip(*limits))
+        ax.set(title=LABELS.get(column, column), xlabel='step')
+    handles = {line.get_label(): line for line in axes[0].lines if line.get_label() in set(rows.variant)}
     figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
     return figure
 
@@ -649,8 +690,8 @@ def draw_curves(rows, curves):
         place = f'{size}, {TYING[tying]}, η = {lr:g}'
         alike = logged.groupby(['method', 'lam', 'setting', 'seed'], dropna=False)
         if alike.rounding.nunique().max() > 1:
-            figures.append(finished('rounding', place, against_step(logged, curves, ['loss', 'logit_mean'])))
-        figures.append(finished('training', place, against_step(logged, curves, columns)))
+            figures.append(to_png('rounding', place, against_step(logged, curves, ['loss', 'logit_mean'])))
+        figures.append(to_png('training', place, against_step(logged, curves, columns)))
     return figures
 
 
@@ -666,84 +707,12 @@ def draw_checkpoints(checkpoints):
             continue
         curves = {run: curve for run, curve in rows.groupby('run')}
         figure = against_step(rows.drop_duplicates('run'), curves, columns, 'o-')
-        figures.append(finished('checkpoints', f'{size}, {TYING[tying]}, η = {lr:g}', figure))
+        figures.append(to_png('checkpoints', f'{size}, {TYING[tying]}, η = {lr:g}', figure))
     return figures
 
 
-# -------- what is said of the runs
-DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size',
-             'final_gain', 'cap', 'dtype', 'logits_dtype', 'device']
-
-
-def headlines(lrs, several, lowest):
-    """
-    Rows of learning_rate_sensitivity for methods and for several λ, and of lowest_losses -> a line for each
-    size and tying: where the test loss is lowest, and which method depends least on the learning rate.
-    """
-    lines = []
-    for best in lowest.itertuples(index=False):
-        place = f'{best.size}, {TYING[best.weight_tying]}'
-        over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
-        line = f'{place}: the lowest test loss is {best.test_loss:.4f}{over}'
-        line += f', of {best.variant} at η = {best.lr:g}'
-        rows = lrs[(lrs['size'] == best.size) & (lrs.weight_tying == best.weight_tying)]
-        if rows.n_rates.max() >= MIN_RATES:
-            line += f'; {lrs_in_words(rows)}'
-        lines.append(line + '.')
-    if lrs.n_rates.max() >= MIN_RATES:
-        explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the '
-                     'learning rate, and not how low it is.')
-        if len(several):
-            explained += f' {AT_DEFAULT}'
-        lines.append(explained)
-    return lines
-
-
-def lrs_in_words(rows):
-    """The rows of a line of the LRS table of methods -> which is the lowest, and which are not compared."""
-    compared = rows[(rows.note == '') & rows.lrs_n1.notna()]
-    best = compared[compared.lowest]
-    if len(best):
-        text = f'the lowest LRS is {best.lrs_n1.iloc[0]:.3f}, of {" and ".join(best.variant)}'
-    elif len(compared) > 1:
-        text = 'no LRS is clearly the lowest, as ranges over seeds overlap'
-    elif len(compared) == 1:
-        text = f'LRS is {compared.lrs_n1.iloc[0]:.3f}, of {compared.variant.iloc[0]}'
-    else:
-        text = 'no LRS is compared'
-    others = [run.variant + run.note for run in rows.itertuples() if run.note]
-    if others:
-        text += f'; not compared: {", ".join(others)}'
-    return text
-
-
-def describe(runs):
-    """Lines that say what was run, and what too few rates, steps or seeds cannot tell."""
-    parts = [f'Runs: {len(runs)}.']
-    for column in runs.columns.intersection(DESCRIBED, sort=False):
-        values = [x if isinstance(x, str) else f'{x:.12g}' for x in runs[column].dropna().unique() if x != '']
-        unknown = column == 'seed' and values == ['0']  # analyze.py calls it 0
-        if values and not unknown:
-            parts.append(f'{column}: {", ".join(values)}.')
-    lines = [' '.join(parts)]
-
-    of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
-    if of_variant.lr.nunique().max() < MIN_RATES:
-        lines.append(f'No learning rate sensitivity (LRS): it needs {MIN_RATES} learning rates of one name.')
-    if runs.steps.max() < 10_000:
-        lines.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
-    seeds = runs.groupby([*PLACE, 'variant'], sort=False).seed.nunique()
-    few = []
-    for variant, counts in seeds.groupby('variant', sort=False):
-        if counts.min() < 3:
-            few.append(variant if counts.max() < 3 else f'{variant} at some learning rates')
-    if few:
-        lines.append(f'With fewer than three seeds a difference may be chance: {"; ".join(few)}.')
-    return lines
-
-
 # -------- the pages
-STYLE = '''<!doctype html><meta charset="utf-8"><style>
+HEAD = '''<!doctype html><meta charset="utf-8"><style>
   body { margin: 1rem auto; max-width: 76rem; padding: 0 1rem; font-family: sans-serif; }
   .headline { font-weight: bold; } img { max-width: 100%; }
   div { overflow: auto; max-height: 80vh; }  /* a table scrolls in itself: both its bars are in sight */
@@ -785,7 +754,7 @@ def in_order(items):
 
 def page(name, first_lines, lines, items):
     """The text of report.html, which needs no other file: lines, the first bold, then tables and figures."""
-    parts = [STYLE, f'<h1>{html.escape(name)}</h1>']
+    parts = [HEAD, f'<h1>{html.escape(name)}</h1>']
     parts += [f'<p class="headline">{html.escape(line)}</p>' for line in first_lines]
     parts += [f'<p>{html.escape(line)}</p>' for line in lines]
     for item in items:
