@@ -116,7 +116,7 @@ def two_steps(method, tied, lines, wrap=lambda model: model, rank=0, world=1):
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         if lines and method == 'mu_loss':
-            run(PENALTY, model=raw_model)
+            run(PENALTY.replace('lam=1e-4', 'lam=0.3'), model=raw_model)
         torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
