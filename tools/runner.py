@@ -213,7 +213,8 @@ def main(argv=None):
         sys.exit(128 + signals[0])  # as a shell says what a signal has ended
 
     not_done = [run.out.name for run in todo if not (run.out / 'result.json').exists()]
-    train.say(f'all runs have ended, {len(not_done)} of them are not done; the models are measured now')
+    n_done = len(todo) - len(not_done)
+    train.say(f'all runs have ended, {n_done} of {len(todo)} are done; the models are measured now')
     analyze.main([str(folder)])
     if not_done:
         sys.exit(f'not done, see {folder}/logs; the same command goes on: {" ".join(not_done)}')
