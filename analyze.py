@@ -77,7 +77,7 @@ def concatenate(parts):
     return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}
 
 
-def cross_entropy(gpt, tokens, targets, logits_dtype):
+def cross_entropy_with(gpt, tokens, targets, logits_dtype):
     """tokens, targets (B, T) -> the cross entropy of each position, (B T,), with logits in this dtype."""
     own_config = gpt.config
     gpt.config = replace(own_config, logits_dtype=logits_dtype)  # GPT.logits reads it there
@@ -112,7 +112,8 @@ def measure_positions(gpt, windows):
     gpt.eval()
     E = gpt.E
     own_dtype = gpt.config.logits_dtype
-    # The model runs again for each of these, as a fork may have changed any of forward, logits and hidden.
+    # gpt(), cross_entropy_with and gpt.hidden each run the whole model: a fork may have changed forward,
+    # logits or hidden, so none of these is computed from another.
     parts = []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -122,7 +123,7 @@ def measure_positions(gpt, windows):
         # cross entropy anew: a fork may have put another loss into head_loss of model.py
         losses = {}
         for dtype in {own_dtype, 'bfloat16', 'float32'}:
-            losses[dtype] = cross_entropy(gpt, tokens, targets, dtype)
+            losses[dtype] = cross_entropy_with(gpt, tokens, targets, dtype)
         stats['cross_entropy'] = losses[own_dtype]
         stats['bf16_cost'] = losses['bfloat16'] - losses['float32']
 
@@ -139,26 +140,30 @@ def describe_values(values):
 
 def measure_model(gpt, windows):
     """
-    A GPT and test windows (n, T + 1) int64 -> `numbers`, a dict of floats for results.csv, and
-    `distributions`, a dict of describe_values, over the positions or, of r_emb, over the vocabulary.
+    A GPT and test windows (n, T + 1) int64 -> `numbers`, a dict of floats for results.csv and
+    checkpoints.csv (each leaves out some of the losses), and `distributions`, a dict of describe_values, over
+    the positions or, of r_emb, over the vocabulary.
     """
     E = gpt.E.detach()
     stats = measure_positions(gpt, windows)
+    # its mean only: its distribution is that of `loss`, unless a fork has changed head_loss
     cross_entropy = stats.pop('cross_entropy').mean().item()
-    stats['r_emb'] = norm_ratios(E).double().cpu()
-    distributions = {name: describe_values(values) for name, values in stats.items()}
+
+    per_value = {**stats, 'r_emb': norm_ratios(E).double().cpu()}
+    distributions = {name: describe_values(values) for name, values in per_value.items()}
 
     # Fact 3 says that r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token; NaN if no r_cos is below 1
     r_log = stats['r_log'][stats['r_cos'] < 1]
     numbers = {
         **summarize(stats, E),
-        **measure_embeddings(E),  # its r_emb and mu_norm are the same as those of summarize
+        **measure_embeddings(E),  # its mu_norm is also summarize's
         'r_emb_below_1': distributions['r_emb']['below_1'],
         'r_cos_below_1': distributions['r_cos']['below_1'],
         'r_log_below_1_too': (r_log < 1).double().mean().item(),
         'cross_entropy': cross_entropy,
     }
-    if not gpt.config.cap and gpt.config.head_mode != 'norm_softmax':  # which change logits after rounding
+    # not with a cap or norm_softmax: they change the logits after they are rounded
+    if not gpt.config.cap and gpt.config.head_mode != 'norm_softmax':
         spread = numbers['logit_mean_spread']
         numbers['bf16_estimate'] = estimate_bf16_cost(numbers['logit_mean'], spread)
     return {'numbers': numbers, 'distributions': distributions}
@@ -187,7 +192,10 @@ def load_windows(settings):
 
 
 def measure_checkpoint(path, run_id, windows):
-    """A run's .pt file -> its step and measure_model of it, on a GPU if there is one. Raises if another's."""
+    """
+    A run's .pt file -> its step and measure_model of it, on a GPU if there is one. Raises if the file is of
+    another run.
+    """
     saved = train.read_checkpoint(str(path))
     if saved['config']['run_id'] != run_id:
         raise ValueError(f'{path.name} is of another run: its run_id differs from that of config.json')
@@ -210,8 +218,7 @@ def measure_run(folder):
         kept = {'run_id': settings['run_id'], 'checkpoints': {}}
     measured = kept['checkpoints']
     if not (folder / 'ckpt.pt').exists():
-        measured.pop('ckpt.pt', None)  # the run has ended since
-    # without model.pt, which may be too large to be copied along, what was kept is trusted
+        measured.pop('ckpt.pt', None)  # the run has ended, so it is gone for good
 
     notes = []
     windows = None  # read once, if there is something to measure
@@ -250,12 +257,11 @@ KNOWN = {*RESULTS, *FLAGS, *train.MAY_CHANGE}  # any other column is a fork's ow
 
 # Runs of one size and tying share these, or their losses could not be compared.
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
-# A run's name tells every other flag that changes results, if runs differ in it. So it tells flags that a
-# fork adds.
+# A run's name tells each flag in which runs differ, except these; so also a flag that a fork adds.
 NOT_IN_NAMES = {
     *COMPARABLE, *train.MAY_CHANGE,
     'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',  # have columns of their own
-    'log_every', 'eval_every', 'eval_tokens'}  # change what is logged alone
+    'log_every', 'eval_every', 'eval_tokens'}  # change only what is logged
 IN_NAMES = [flag for flag in FLAGS if flag not in NOT_IN_NAMES]
 ADDED = ['variant', 'setting', 'rounding', 'capped_loss']  # the columns that `complete` adds
 
@@ -306,7 +312,9 @@ def fill_in(runs):
 
     # six digits, so that 0.1 + 0.2 and 0.3 are one learning rate
     runs[['lr', 'lam']] = runs[['lr', 'lam']].map('{:g}'.format).astype(float)
-    # min(L, L0) of Eq. 21: a loss that is not finite counts as L0. There is no L0 with --init_from
+
+    # min(L, L0) of Eq. 21. fmin skips NaN: a loss that is not finite counts as L0, and without L0 (unknown,
+    # or with --init_from) no loss is capped.
     runs['capped_loss'] = np.fmin(runs.test_loss, runs.init_loss)
     return runs
 
@@ -327,15 +335,16 @@ def check_values(runs):
 
 def named_flags(runs):
     """
-    A column for each flag that names tell, as runs of a size and tying differ in it: its value as text where
-    that is not the usual one, else ''. Usual is the default if any run has it, else the commonest value.
+    A column for each flag in which runs of one size and tying differ: its value as text, or '' where that is
+    the usual one. The usual value is the default if any run has it, else the commonest. An unknown value
+    counts as the default.
     """
     rows = []
     for run in runs.to_dict('records'):
         row = {}
         for flag, default in defaults_of(run).items():
             value = as_text(run.get(flag))
-            row[flag] = '' if value == default else value
+            row[flag] = '' if value == default else value  # '': the default, or unknown
         rows.append(row)
 
     named = pd.DataFrame(index=runs.index)
@@ -350,8 +359,9 @@ def named_flags(runs):
 
 def name_runs(runs):
     """
-    Adds each run's name, `variant`: its method, λ if not the default, and named_flags. `rounding` is the part
-    of logits_dtype, which alone changes results by rounding only (Fact 2), `setting` that of other flags.
+    Adds each run's name, `variant`: its method, its λ if that is not the default, then `setting` and
+    `rounding`. `rounding` is the text about logits_dtype, which changes results only by rounding (Fact 2).
+    `setting` is the text about all other flags.
     """
     runs = runs.assign(setting='', rounding='')
     for flag, values in named_flags(runs).items():
@@ -376,17 +386,17 @@ def check_comparable(runs):
         known = runs[runs[name].notna() & (runs[name] != '')]
         by = ['size', 'weight_tying']
         if name == 'n_params':
-            by.append('variant')
+            by.append('variant')  # flags in the name may change the model's size
         first = known.groupby(by)[name].transform('first')
         refuse(known[known[name] != first],
                f'its {name} differs from that of other runs of its size; analyse them apart')
 
     doubles = runs.duplicated(['variant', *report.PLACE, 'seed'])  # PLACE: size, weight_tying, lr
-    refuse(runs[doubles], 'a second run of its method, size, lr and seed')
+    refuse(runs[doubles], 'another run has the same name, size, weight_tying, lr and seed')
 
 
 def ranks(values, known):
-    """The place of each value among those `known`, or behind them, in the order in which others come."""
+    """Values -> their places in `known`; values that are not in it come after, in the order they appear."""
     names = dict.fromkeys([*known, *values])
     return values.map({name: i for i, name in enumerate(names)})
 
@@ -439,8 +449,9 @@ def notes_on_differences(rows, columns):
 def column_names(header):
     """
     The first row of a csv file -> its columns' names, as train.py has them. Exports of W&B, MLflow and
-    TensorBoard have them with a prefix; of two that would have one name, such as the config's lr and the last
-    lr of the log, the setting gets it.
+    TensorBoard have them with a prefix. If several columns would have one name, one without a prefix keeps
+    it, else a setting, else a result (the config's lr, not the last lr of the log). Without a column `run`,
+    the tracker's own name of the run becomes it.
     """
     written = [text.strip().lower() for text in header]
     names = list(written)
@@ -458,7 +469,8 @@ def read_text(path):
     """A csv file -> its rows, all text, '' where a cell is empty. Refuses what is no table."""
     try:
         rows = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding='utf-8-sig')
-    except (OSError, ValueError) as error:  # no file, not UTF-8, or rows longer than the header: 3,55
+    except (OSError, ValueError) as error:
+        # no file, not UTF-8, or a row with more cells than the header, as with a decimal comma (3,55)
         check(False, f'{path}: {" ".join(str(error).split())}')
     names = column_names(rows.iloc[0].fillna(''))
     for name in names:
@@ -480,7 +492,8 @@ def to_numbers(cells):
 def read_runs(path):
     """
     A csv of runs, see `complete` -> the runs, and notes on what names do not show. A column that neither
-    RESULTS nor train.py's flags have is a fork's statistic if it has only numbers, else it is not read.
+    RESULTS nor train.py's flags have is a fork's statistic if it has only numbers and they differ; else it is
+    not read.
     """
     rows = read_text(path)
     missing = [name for name in REQUIRED if name not in rows]
@@ -505,15 +518,15 @@ def read_runs(path):
     notes = notes_on_differences(rows, ['commit', *unknown_texts])
     differing = differences(rows, statistics)
     if differing:
-        notes.append(f'Taken as statistics, as train.py has no such flag: {", ".join(differing)}. Runs that '
-                     'differ in them have one name.')
+        notes.append(f'Taken as statistics, as train.py has no such flag: {", ".join(differing)}. A run\'s '
+                     'name does not show them.')
     constant = [name for name in statistics if name not in differing]  # which say nothing
     return complete(rows.drop(columns=unknown_texts + constant)), notes
 
 
 # -------- a sweep's folders
 OF_CHECKPOINT = ['run', 'method', 'variant', 'size', 'weight_tying', 'lr', 'seed']  # whose it is
-BESIDE = {  # the csv files beside results.csv, and columns that they have even without rows
+SIDE_TABLES = {  # the csv files beside results.csv, and columns that they have even without rows
     'curves': ['run', 'step'],
     'distributions': ['run', 'quantity'],
     'checkpoints': [*OF_CHECKPOINT, 'file', 'step']}
@@ -602,10 +615,15 @@ def statistics_of(runs, measured):
         cross_entropy = numbers.pop('cross_entropy')
         # The cross entropy that is measured here should be the test loss of training, if that is over the
         # same positions; else at least what head_loss of model.py gives for these positions.
-        expected = run.test_loss if run.test_tokens <= POSITIONS else own_loss
+        if run.test_tokens <= POSITIONS:
+            expected = run.test_loss
+            source = 'training reported'
+        else:
+            expected = own_loss
+            source = 'head_loss gives'
         if abs(cross_entropy / expected - 1) > 1e-3:  # rounding differs by less
-            notes.append(f'{run.run}: by model.pt the cross entropy is {cross_entropy:.4f}, '
-                         f'not {expected:.4f}')
+            notes.append(f'{run.run}: the cross entropy of model.pt is {cross_entropy:.4f}, but {source} '
+                         f'{expected:.4f}')
 
         statistics.append(numbers)
         for name, values in model['distributions'].items():
@@ -642,32 +660,34 @@ def read_sweep(folders):
 
 def measure_sweep(finished, others, curves, out):
     """
-    Measures runs and writes four csv files -> the finished runs with their statistics, the tables of the
-    three csv files beside results.csv, and notes on what cannot be measured or differs from training.
+    Measures runs and writes four csv files -> the finished runs with their statistics, the side tables (see
+    SIDE_TABLES), and notes on what cannot be measured or differs from training.
     """
     everything = pd.concat([finished, others])
     measured, failures = measure_runs(everything)
     checkpoints = checkpoint_table(everything, measured)
     statistics, distributions, differing = statistics_of(finished, measured)
     runs = finished.assign(**statistics)
-    beside = {'curves': curves, 'distributions': distributions, 'checkpoints': checkpoints}
-    for name, columns in BESIDE.items():
-        if beside[name].empty:
-            beside[name] = pd.DataFrame(columns=columns)
+    side_tables = {'curves': curves, 'distributions': distributions, 'checkpoints': checkpoints}
+    for name, columns in SIDE_TABLES.items():
+        if side_tables[name].empty:
+            side_tables[name] = pd.DataFrame(columns=columns)
 
     rows = runs.drop(columns=ADDED)
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # empty would mean unknown
     write_csv(out / 'results.csv', rows)
-    write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')  # enough for a plot
-    write_csv(out / 'distributions.csv', beside['distributions'])
-    write_csv(out / 'checkpoints.csv', beside['checkpoints'])
-    return runs, beside, failures + differing
+
+    # results.csv has no row for other runs, so --results could not draw them; 7 digits are enough for a plot
+    write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')
+    write_csv(out / 'distributions.csv', side_tables['distributions'])
+    write_csv(out / 'checkpoints.csv', side_tables['checkpoints'])
+    return runs, side_tables, failures + differing
 
 
-def read_beside(results):
+def read_side_tables(results):
     """The tables of the csv files beside results.csv, of an earlier analysis; no rows if there are none."""
     tables = {}
-    for name, columns in BESIDE.items():
+    for name, columns in SIDE_TABLES.items():
         path = Path(results).with_name(f'{name}.csv')
         tables[name] = pd.DataFrame(columns=columns)
         if path.exists():
@@ -715,7 +735,7 @@ def means_over_same_seeds(runs, by):
     return seeds, means
 
 
-def behind(runs):
+def marks_behind(runs):
     """
     Marks runs, those of one figure or of one row of a table, against each other. Variants of one size, tying
     and learning rate are compared by their mean test losses over the seeds that most of them have.
@@ -773,8 +793,9 @@ def published_lrs(row):
 
 def usual_rates(runs):
     """
-    The learning rates that most variants have. A variant counts in part if only some of its seeds have the
-    rate: for each rate the share of seeds is averaged over the variants, and must be over a half.
+    The learning rates that runs mostly have. For each rate, the share of a variant's seeds that have it is
+    averaged over the variants; the rate is usual if this is over a half. Of one variant's runs, these are the
+    rates that over half of its seeds have.
     """
     n_with_rate = runs.groupby(['variant', 'lr']).seed.nunique().unstack(fill_value=0)
     n_seeds = runs.groupby('variant').seed.nunique()
@@ -791,26 +812,28 @@ def select_for_lrs(runs):
     """
     The runs of a row of a table -> those that LRS is computed of, with a `suffix` for the cell. It is '' of
     variants that are compared: they have the learning rates and the seeds that most have, and no others are
-    used. Of the rest it says which rates or seeds they are computed of instead.
+    used. Of the rest it says from which seeds, or from how many rates, they are computed.
     """
     runs = runs[runs.groupby('variant').lr.transform('nunique') > 1]
     rates = usual_rates(runs)
     if len(rates) < report.MIN_RATES:
         rates = []  # too few to compare by
-    whole = {variant: seeds_with(own, rates) for variant, own in runs.groupby('variant')}
-    seeds = in_most([set(own_seeds) for own_seeds in whole.values() if own_seeds])
+    seeds_with_all_rates = {}
+    for variant, own in runs.groupby('variant'):
+        seeds_with_all_rates[variant] = seeds_with(own, rates)
+    seeds = in_most([set(own_seeds) for own_seeds in seeds_with_all_rates.values() if own_seeds])
 
     selected = [runs[:0].assign(suffix='')]  # so that there is something to concatenate
     for variant, own in runs.groupby('variant', sort=False):
-        if seeds and set(seeds) <= set(whole[variant]):  # compared
+        if seeds and set(seeds) <= set(seeds_with_all_rates[variant]):  # compared
             own_rates = rates
             own_seeds = seeds
             suffix = ''
-        elif whole[variant]:  # all the rates, but not all the seeds
+        elif seeds_with_all_rates[variant]:  # all the rates, but not all the seeds
             own_rates = rates
-            own_seeds = whole[variant]
+            own_seeds = seeds_with_all_rates[variant]
             suffix = f' (seed {" ".join(map(as_text, own_seeds))})'
-        else:  # no seed has all the rates
+        else:  # no seed has all the rates, or too few rates are usual
             own_rates = usual_rates(own)
             own_seeds = seeds_with(own, own_rates)
             suffix = f' ({len(own_rates)} lr)'
@@ -871,15 +894,15 @@ def notes_on_left_out(runs):
     names = []
     for (variant, rates), seeds in seeds_of.items():
         names.append(f'{variant} at η = {rates} (seed {" ".join(seeds)})')
-    place = f'{runs["size"].iloc[0]}, {report.TYING[runs.weight_tying.iloc[0]]}'
-    return [f'Not in the LRS of {place}, as the seed lacks a rate, or others lack the rate or seed: '
+    where = f'{runs["size"].iloc[0]}, {report.TYING[runs.weight_tying.iloc[0]]}'
+    return [f'Not in the LRS of {where}, as the seed lacks a rate, or others lack the rate or seed: '
             f'{"; ".join(names)}.']
 
 
 def lrs_of_row(runs):
     """The runs of a row of a table -> a dict for each cell (a row of lrs.csv), and notes_on_left_out."""
     selected = select_for_lrs(runs)
-    marks = behind(selected[selected.suffix == ''])
+    marks = marks_behind(selected[selected.suffix == ''])
 
     cells = []
     compared = {}  # {variant: LRS (n - 1) of each of the same seeds}
@@ -909,11 +932,12 @@ def lrs_of_row(runs):
 
 def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
     """
-    LRS, in nats, of each variant in each row of a table, whose runs have the same in the columns `by`; means
-    over seeds. `lrs` is the mean over n learning rates of min(L, L0) - min L (Eq. 21), `lrs_n1` their sum /
-    (n - 1), as in the published tables; `paper` is what those have. `behind` is 1 if the variant is at one of
-    the rates; `lowest` says whether its LRS is the lowest of the row. Neither is said of a variant with a
-    `suffix`, see select_for_lrs. And notes that name runs left out.
+    Computes LRS, in nats, of each variant in each row of a table; the runs of a row agree in the columns
+    `by`. LRS are means over seeds: `lrs` is the mean over n learning rates of min(L, L0) - min L (Eq. 21),
+    `lrs_n1` their sum / (n - 1), as in the published tables; `paper` is what those have. `behind` is 1 if
+    marks_behind marks the variant at one or more of the rates. `lowest` says whether its LRS is the lowest of
+    the row. A variant with a `suffix` has neither (see select_for_lrs). Returns the rows of lrs.csv, and
+    notes that name the runs left out.
     """
     cells = []
     notes = []
@@ -926,7 +950,8 @@ def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
 
 # -------- what a method costs in time
 PAPER_OVERHEAD = pd.read_csv(TOOLS / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])  # Table 6
-TIMED = ['size', 'weight_tying', 'setting', 'rounding', 'steps', 'device', 'processes']  # the same
+# times are compared only where these are the same
+TIMED = ['size', 'weight_tying', 'setting', 'rounding', 'steps', 'device', 'processes']
 SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
 
 
@@ -938,8 +963,8 @@ def overhead(runs):
     """
     timed = runs[(runs.train_seconds > 0) & runs.test_loss.notna()]
     rows = []
-    for place, part in timed.groupby(TIMED, sort=False, dropna=False):
-        row = dict(zip(TIMED, place, strict=True))
+    for values, part in timed.groupby(TIMED, sort=False, dropna=False):
+        row = dict(zip(TIMED, values, strict=True))
         seconds = {}
         for method, times in part.groupby('method', sort=False).train_seconds:
             if len(times) > 1 and times.max() < SAME_SPEED * times.min():
@@ -955,25 +980,26 @@ def overhead(runs):
 
 
 # -------- what is said of the runs
-def make_headlines(lrs, several, lowest):
+def make_headlines(lrs_methods, lrs_lam, lowest):
     """
-    Rows of learning_rate_sensitivity for methods and for several λ, and of lowest_losses -> a line for each
-    size and tying: where the test loss is lowest, and which method depends least on the learning rate.
+    The LRS of methods and of λ, see compare, and rows of lowest_losses -> a line for each size and tying:
+    where the test loss is lowest, and which method depends least on the learning rate.
     """
     lines = []
     for best in lowest.itertuples(index=False):
-        place = f'{best.size}, {report.TYING[best.weight_tying]}'
+        where = f'{best.size}, {report.TYING[best.weight_tying]}'
         over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
-        line = f'{place}: the lowest test loss is {best.test_loss:.4f}{over}'
+        line = f'{where}: the lowest test loss is {best.test_loss:.4f}{over}'
         line += f', of {best.variant} at η = {best.lr:g}'
-        rows = lrs[(lrs['size'] == best.size) & (lrs.weight_tying == best.weight_tying)]
+        in_row = (lrs_methods['size'] == best.size) & (lrs_methods.weight_tying == best.weight_tying)
+        rows = lrs_methods[in_row]
         if report.has_lrs(rows):
             line += f'; {lrs_in_words(rows)}'
         lines.append(line + '.')
-    if report.has_lrs(lrs):
+    if report.has_lrs(lrs_methods):
         explained = ('LRS, the learning rate sensitivity, says how much the test loss depends on the '
                      'learning rate, and not how low it is.')
-        if len(several):
+        if len(lrs_lam):
             explained += f' {report.AT_DEFAULT}'
         lines.append(explained)
     return lines
@@ -1006,15 +1032,15 @@ def describe(runs):
     parts = [f'Runs: {len(runs)}.']
     for column in runs.columns.intersection(DESCRIBED, sort=False):
         values = [as_text(value) for value in runs[column].unique() if as_text(value) != '']
-        unknown = column == 'seed' and values == ['0']  # fill_in calls it 0
-        if values and not unknown:
+        maybe_unknown = column == 'seed' and values == ['0']  # fill_in writes 0 for an unknown seed
+        if values and not maybe_unknown:
             parts.append(f'{column}: {", ".join(values)}.')
     notes = [' '.join(parts)]
 
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
     if of_variant.lr.nunique().max() < report.MIN_RATES:
-        notes.append(f'No learning rate sensitivity (LRS): it needs {report.MIN_RATES} learning rates of one '
-                     'name.')
+        notes.append('No learning rate sensitivity (LRS): it needs runs of one method and setting at '
+                     f'{report.MIN_RATES} learning rates or more.')
     if runs.steps.max() < 10_000:
         notes.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = runs.groupby([*report.PLACE, 'variant'], sort=False).seed.nunique()
@@ -1052,27 +1078,30 @@ def notes_on_largest_mean(runs):
 
 def notes_on_rounding(runs):
     """
-    [a note on the two runs farthest apart of those that differ in logits_dtype alone, and on all others of
-    their seed and learning rate, from the highest test loss to the lowest], or [].
+    Finds the two runs that differ only in logits_dtype and whose capped losses are farthest apart. -> [a note
+    on them and on every other run of their size, tying, setting, learning rate and seed, the highest loss
+    first], or [] if no two runs differ so.
     """
     farthest = 0.0
-    beside = []
-    for _, place in runs.dropna(subset='capped_loss').groupby([*report.PLACE, 'setting', 'seed'], sort=False):
-        for _, alike in place.groupby(['method', 'lam'], dropna=False):
+    shown = []
+    finite = runs.dropna(subset='capped_loss')
+    for _, same_place in finite.groupby([*report.PLACE, 'setting', 'seed'], sort=False):
+        for _, alike in same_place.groupby(['method', 'lam'], dropna=False):
             gap = alike.capped_loss.max() - alike.capped_loss.min()
             if alike.rounding.nunique() > 1 and gap >= farthest:
                 farthest = gap
-                beside = [run for _, run in place.sort_values('capped_loss', ascending=False).iterrows()]
-    if not beside:
+                shown = list(same_place.sort_values('capped_loss', ascending=False).to_dict('records'))
+    if not shown:
         return []
 
     ends = []
-    for run in beside:
-        mean = '' if math.isnan(run.logit_mean) else f' (mean logit {round(run.logit_mean):,})'
-        ends.append(f'{run.variant} ends at {run.test_loss:.2f}{mean}')
-    first = beside[0]
-    return [f'What rounding of the logits does to {first["size"]}, {report.TYING[first.weight_tying]}, at '
-            f'η = {first.lr:g}: {"; ".join(ends)}.']
+    for run in shown:
+        mean = run['logit_mean']
+        mean = '' if math.isnan(mean) else f' (mean logit {round(mean):,})'
+        ends.append(f'{run["variant"]} ends at {run["test_loss"]:.2f}{mean}')
+    first = shown[0]
+    return [f'What rounding of the logits does to {first["size"]}, {report.TYING[first["weight_tying"]]}, at '
+            f'η = {first["lr"]:g}: {"; ".join(ends)}.']
 
 
 def notes_on_names(runs):
@@ -1104,45 +1133,53 @@ def default_out(args):
 
 
 def compare(runs):
-    """Runs -> LRS of methods and of several λ, rows of lrs.csv, and notes on what it leaves out."""
-    methods, left_out = learning_rate_sensitivity(of_default_lam(runs))
-    several, also_left_out = learning_rate_sensitivity(of_several_lam(runs), ROW_OF_LAM)
+    """
+    Runs -> `lrs_methods`, the LRS of methods (Tables 2 and 5), and `lrs_lam`, that of several λ of a method
+    (Table 4), both rows of lrs.csv; and notes on what they leave out.
+    """
+    lrs_methods, left_out = learning_rate_sensitivity(of_default_lam(runs))
+    lrs_lam, also_left_out = learning_rate_sensitivity(of_several_lam(runs), ROW_OF_LAM)
     notes = []
-    n_rates = [*methods.n_rates, *several.n_rates]
+    n_rates = [*lrs_methods.n_rates, *lrs_lam.n_rates]
     if max(n_rates, default=0) >= report.MIN_RATES:  # with fewer none is shown
         notes = list(dict.fromkeys(left_out + also_left_out))  # each once
         if runs.init_loss.isna().any():
             notes.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
-    return methods, several, notes
+    return lrs_methods, lrs_lam, notes
 
 
-def draw(runs, methods, everything, beside):
+def draw(runs, everything, lrs_methods, side_tables):
     """
-    All figures that there are data for: of runs and of `methods`, their LRS; of the csv files `beside` them,
-    which are of everything. Each figure is marked by the runs that it shows.
+    Draws every figure that has data. `runs` have ended; `everything` also has those that have not.
+    `lrs_methods` is the LRS of methods, `side_tables` are those of read_side_tables. The marks in a figure
+    rest upon the runs it shows.
     """
-    checkpoints = beside['checkpoints']
+    checkpoints = side_tables['checkpoints']
     names = ['method', 'variant', 'size']
     named = pd.concat([everything[names], checkpoints[names]])
-    default = report.with_looks(of_default_lam(runs), named)
-    several = report.with_looks(of_several_lam(runs), named)
-    methods = report.with_looks(methods, named)
+    runs_default = report.with_looks(of_default_lam(runs), named)
+    runs_several_lam = report.with_looks(of_several_lam(runs), named)
+    lrs_methods = report.with_looks(lrs_methods, named)
+
     figures = []
     for tying in sorted(runs.weight_tying.unique()):
-        rows = default[default.weight_tying == tying]
-        rows = rows.assign(behind=behind(rows))
-        first_size = rows[rows['size'] == rows['size'].iloc[0]]
-        three = first_size[first_size.variant.isin(report.SUMMARY)]
-        figures += report.draw_methods(rows, methods[methods.weight_tying == tying], tying)
-        figures += report.draw_distributions(rows.merge(beside['distributions'], on='run'), tying)
-        figures += report.draw_summary(three.assign(behind=behind(three)), tying)
+        method_runs = runs_default[runs_default.weight_tying == tying]
+        method_runs = method_runs.assign(behind=marks_behind(method_runs))
+        lrs = lrs_methods[lrs_methods.weight_tying == tying]
+        figures += report.draw_methods(method_runs, lrs, tying)
+        figures += report.draw_distributions(method_runs.merge(side_tables['distributions'], on='run'), tying)
 
-        rows = several[several.weight_tying == tying]
-        rows = rows.assign(behind=behind(rows))
-        lrs, _ = learning_rate_sensitivity(rows)  # Table 4 compares λ of one method, Figure 8 those of all
-        figures += report.draw_ablation(rows, report.with_looks(lrs, named), tying)
+        first_size = method_runs[method_runs['size'] == method_runs['size'].iloc[0]]
+        summary = first_size[first_size.variant.isin(report.SUMMARY)]
+        figures += report.draw_summary(summary.assign(behind=marks_behind(summary)), tying)
 
-    figures += report.draw_curves(report.with_looks(everything, named), beside['curves'])
+        # Table 4 compares the λ of one method, but Figure 8 all methods at once: so LRS and marks anew
+        lam_runs = runs_several_lam[runs_several_lam.weight_tying == tying]
+        lam_runs = lam_runs.assign(behind=marks_behind(lam_runs))
+        lrs_figure, _ = learning_rate_sensitivity(lam_runs)
+        figures += report.draw_ablation(lam_runs, report.with_looks(lrs_figure, named), tying)
+
+    figures += report.draw_curves(report.with_looks(everything, named), side_tables['curves'])
     return figures + report.draw_checkpoints(report.with_looks(checkpoints, named))
 
 
@@ -1150,30 +1187,31 @@ def write_figures(figures, folder):
     """Writes figures into a folder, and takes away there what an earlier analysis drew."""
     folder.mkdir(exist_ok=True)
     for path in folder.glob('*.png'):
-        if f'Software\0{report.SOFTWARE}'.encode() in path.read_bytes():
+        written_by = f'Software\0{report.SOFTWARE}'  # PNG metadata: key, zero byte, value
+        if written_by.encode() in path.read_bytes():
             path.unlink()
     for figure in figures:
         save(figure['png'], f'{folder}/{figure["name"]}.png')
 
 
-def write_analysis(runs, others, beside, notes, out):
+def write_analysis(runs, others, side_tables, notes, out):
     """
-    Compares and draws runs and the tables of the csv files `beside` results.csv, writes lrs.csv, tables,
-    figures and the page into `out`, and prints it.
+    Compares and draws runs and side tables, writes lrs.csv, tables, figures and the page into `out`, and
+    prints the tables, headlines and notes.
     """
-    methods, several, left_out = compare(runs)
-    lrs = pd.concat([methods.assign(table='methods'), several.assign(table='λ')])
+    lrs_methods, lrs_lam, left_out = compare(runs)
+    lrs = pd.concat([lrs_methods.assign(table='methods'), lrs_lam.assign(table='λ')])
     write_csv(out / 'lrs.csv', lrs.drop(columns=NOT_IN_CSV))
 
-    tables = report.make_tables(runs, methods, several, overhead(runs))
+    tables = report.make_tables(runs, lrs_methods, lrs_lam, overhead(runs))
     own_statistics = [name for name in runs if name not in {*KNOWN, *ADDED}]
-    all_runs = report.run_table(runs.assign(behind=behind(runs)), own_statistics)
+    all_runs = report.run_table(runs.assign(behind=marks_behind(runs)), own_statistics)
     save(report.markdown([*tables, all_runs]).encode(), f'{out}/tables.md')
 
-    figures = draw(runs, methods, pd.concat([runs, others]), beside)
+    figures = draw(runs, pd.concat([runs, others]), lrs_methods, side_tables)
     write_figures(figures, out / 'figures')
 
-    headlines = make_headlines(methods, several, lowest_losses(runs))
+    headlines = make_headlines(lrs_methods, lrs_lam, lowest_losses(runs))
     notes = [*notes_on_rounding(runs), *notes_on_largest_mean(runs), *describe(runs),
              *notes_on_names(runs), *left_out, *notes]
     items = report.in_order([*tables, all_runs, *figures])
@@ -1184,24 +1222,26 @@ def write_analysis(runs, others, beside, notes, out):
 
 
 def main(argv=None):
-    """Reads and refuses, then measures and writes what the command line names."""
+    """Reads runs, or the results of runs, and writes what was measured of them and how they compare."""
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
+    out = Path(args.out or default_out(args))
+
+    # Reads and refuses first, before anything is written; what is measured is written under the lock.
     if args.runs:
-        runs, others, curves, notes = read_sweep(args.runs)
+        finished, others, curves, notes = read_sweep(args.runs)
     else:
         runs, notes = read_runs(args.results)
-        others = runs[:0]
-        beside = read_beside(args.results)
+        others = runs[:0]  # an analysis has no runs that have not ended
+        side_tables = read_side_tables(args.results)
 
-    out = Path(args.out or default_out(args))
     out.mkdir(parents=True, exist_ok=True)
     with open(out / '.lock', 'a') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tasks of an array may end at once: each waits for the one before
         if args.runs:
-            runs, beside, more_notes = measure_sweep(runs, others, curves, out)
+            runs, side_tables, more_notes = measure_sweep(finished, others, curves, out)
             notes += more_notes
-        write_analysis(runs, others, beside, notes, out)
+        write_analysis(runs, others, side_tables, notes, out)
 
 
 if __name__ == '__main__':
