@@ -279,7 +279,8 @@ def test_after_the_runs_signals_act_as_before(runs):
 @pytest.mark.parametrize('flags, named', [
     (['--steps=7'], 'steps'), (['--seed=9'], 'same name'), (['', '--seed=0'], 'same name'),
     (['--bta=1'], '--bta'), (['--data=none'], 'none'), (['--device=cuda'], 'GPU'),
-    (['', '--lr=1 --out="out/my runs/r0"'], '--out'), (['', '--out=y/r1'], 'y/r1'), (['--seed=9 --beta2=0.9 --out="out/my runs/s/x"'], 'beta2=0.95')])
+    (['', '--lr=1 --out="out/my runs/r0"'], '--out'), (['', '--out=y/r1'], 'y/r1'),
+    (['--seed=9 --beta2=0.9 --out="out/my runs/s/x"'], 'beta2=0.95')])
 def test_what_is_refused_before_the_first_run(runs, flags, named):
     """By train.py; or by analyze.py, which could not compare it with x or another of the list."""
     args = train.resolve_args(train.parser.parse_args([*runs.flags.split(), '--seed=9']))
