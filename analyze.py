@@ -1023,20 +1023,27 @@ def lrs_in_words(rows):
     return text
 
 
-DESCRIBED = ['size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size',
-             'final_gain', 'cap', 'dtype', 'logits_dtype', 'device']
+DESCRIBED = ['size', 'n_params', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'batch_size', 'block_size',
+             'cap', 'dtype', 'logits_dtype', 'device', 'final_gain']
 
 
-def describe(runs):
-    """Notes that say what was run, and what too few rates, steps or seeds cannot tell."""
+def what_was_run(runs):
+    """A paragraph on the settings of runs."""
     parts = [f'Runs: {len(runs)}.']
     for column in runs.columns.intersection(DESCRIBED, sort=False):
         values = [as_text(value) for value in runs[column].unique() if as_text(value) != '']
         maybe_unknown = column == 'seed' and values == ['0']  # fill_in writes 0 for an unknown seed
         if values and not maybe_unknown:
             parts.append(f'{column}: {", ".join(values)}.')
-    notes = [' '.join(parts)]
+    if (runs.final_gain == 0).any():
+        parts.append('With final_gain 0 the last LayerNorm has no gain, on purpose: the small model of the demo '
+                     'then blows up by itself, and with a gain it does not (results/natural).')
+    return ' '.join(parts)
 
+
+def notes_on_too_few(runs):
+    """Notes on what too few rates, steps or seeds cannot tell."""
+    notes = []
     of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
     if of_variant.lr.nunique().max() < report.MIN_RATES:
         notes.append('No learning rate sensitivity (LRS): it needs runs of one method and setting at '
@@ -1197,7 +1204,7 @@ def write_figures(figures, folder):
 def write_analysis(runs, others, side_tables, notes, out):
     """
     Compares and draws runs and side tables, writes lrs.csv, tables, figures and the page into `out`, and
-    prints the tables, headlines and notes.
+    prints the tables and all sentences.
     """
     lrs_methods, lrs_lam, left_out = compare(runs)
     lrs = pd.concat([lrs_methods.assign(table='methods'), lrs_lam.assign(table='λ')])
@@ -1211,14 +1218,16 @@ def write_analysis(runs, others, side_tables, notes, out):
     figures = draw(runs, pd.concat([runs, others]), lrs_methods, side_tables)
     write_figures(figures, out / 'figures')
 
+    summary = what_was_run(runs)
     headlines = make_headlines(lrs_methods, lrs_lam, lowest_losses(runs))
-    notes = [*notes_on_rounding(runs), *notes_on_largest_mean(runs), *describe(runs),
+    notes = [*notes_on_rounding(runs), *notes_on_largest_mean(runs), *notes_on_too_few(runs),
              *notes_on_names(runs), *left_out, *notes]
     items = report.in_order([*tables, all_runs, *figures])
-    save(report.page(out.resolve().name, headlines, notes, items).encode(), f'{out}/report.html')
+    html = report.page(out.resolve().name, summary, headlines, notes, items)
+    save(html.encode(), f'{out}/report.html')
 
     print(report.plain(tables))
-    print(*headlines, *notes, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
+    print(summary, *headlines, *notes, f'wrote {out}; open {out / "report.html"} in a browser', sep='\n')
 
 
 def main(argv=None):

@@ -752,11 +752,11 @@ def in_order(items):
     return sorted(items, key=lambda item: SECTIONS.index(item['section']))
 
 
-def page(name, first_lines, lines, items):
-    """The text of report.html, which needs no other file: lines, the first bold, then tables and figures."""
-    parts = [HEAD, f'<h1>{html.escape(name)}</h1>']
-    parts += [f'<p class="headline">{html.escape(line)}</p>' for line in first_lines]
-    parts += [f'<p>{html.escape(line)}</p>' for line in lines]
+def page(name, summary, headlines, notes, items):
+    """The text of report.html, which needs no other file: sentences, bold headlines, tables and figures."""
+    parts = [HEAD, f'<h1>{html.escape(name)}</h1>', f'<p>{html.escape(summary)}</p>']
+    parts += [f'<p class="headline">{html.escape(line)}</p>' for line in headlines]
+    parts += [f'<p>{html.escape(line)}</p>' for line in notes]
     for item in items:
         parts.append(f'<h2>{html.escape(item["title"])}</h2>')
         if 'rows' in item:
