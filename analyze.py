@@ -1036,8 +1036,8 @@ def what_was_run(runs):
         if values and not maybe_unknown:
             parts.append(f'{column}: {", ".join(values)}.')
     if (runs.final_gain == 0).any():
-        parts.append('With final_gain 0 the last LayerNorm has no gain, on purpose: the small model of the demo '
-                     'then blows up by itself, and with a gain it does not (results/natural).')
+        parts.append('With final_gain 0 the last LayerNorm has no gain, on purpose: the small model of the '
+                     'demo then blows up by itself, and with a gain it does not (results/natural).')
     return ' '.join(parts)
 
 
