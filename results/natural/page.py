@@ -105,6 +105,9 @@ def demo_table():
 
 
 CAUSE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), '‖μ‖': ('mu_norm', 0)}
+RARE_ARMS = ['baseline', 'fp32 logits', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering',
+             'centered by frequency', 'centered by rows in use', 'centered head']
+UNUSED = ['baseline', 'μ-centering', 'centered by frequency']
 RARE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
         'weighted by frequency': ('logit_mean_f', 0)}
 
@@ -114,37 +117,71 @@ def rare_table():
     rows = read('rare')
     rows = rows[rows.run.str.startswith('bytes')]
     lines = []
-    for arm, of_arm in rows.groupby('arm', sort=False):
+    for arm in RARE_ARMS:
+        of_arm = rows[rows.arm == arm]
         lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in RARE.values())])
     return markdown(lines, ['', *RARE])
 
 
 def unused_table():
-    """64 characters in more rows: what share of the drift centering leaves."""
+    """64 characters in more rows: what share of the drift μ-centering leaves. One seed."""
     rows = read('rare')
     rows = rows[~rows.run.str.startswith('bytes')]
     lines = []
-    for n, part in rows.groupby('vocab_size'):
+    for n_rows, part in rows.groupby('vocab_size'):
         part = part.set_index('arm')
         left = part.logit_mean_f['μ-centering'] / part.logit_mean_f['baseline']
-        lines.append([f'{n}', f'{1 - 64 / n:.2f}', f'{left:.2f}',
-                      *(f'{part.test_loss[arm]:.2f}' for arm in part.index)])
-    return markdown(lines, ['rows of the head', 'predicted share', 'share left', *part.index])
+        losses = [f'{part.test_loss[arm]:.2f}' for arm in UNUSED]
+        lines.append([f'{n_rows}', f'{1 - 64 / n_rows:.2f}', f'{left:.2f}', *losses])
+    return markdown(lines, ['rows of E', 'share of unused rows', 'share of the drift left', *UNUSED])
 
 
 def takes_table():
-    """Test losses in BF16 and in fp32, one seed."""
+    """Test losses of the baseline with BF16 and with fp32 logits, one seed."""
     rows = read('takes')
-    rows['what'] = rows.arm.str.removesuffix('; fp32 logits')
+    rows['changed'] = rows.arm.str.removesuffix('; fp32 logits')
     lines = []
-    for what, pair in rows.groupby('what', sort=False):
-        fp32 = pair.arm.str.endswith('; fp32 logits')
-        bf16 = pair[~fp32].iloc[0]
-        if fp32.any():
-            loss = pair[fp32].test_loss.iloc[0]
-            lines.append([what, f'{bf16.test_loss:.2f}', f'{loss:.2f}', f'{bf16.test_loss - loss:+.2f}',
-                          f'{bf16.logit_mean + 0:.0f}'])
-    return markdown(lines, ['changed', 'BF16 logits', 'fp32 logits', 'difference', 'mean logit (BF16)'])
+    for changed, pair in rows.groupby('changed', sort=False):
+        is_fp32 = pair.arm.str.endswith('; fp32 logits')
+        if is_fp32.sum() == 1 and len(pair) == 2:
+            bf16 = pair[~is_fp32].iloc[0]
+            fp32 = pair[is_fp32].iloc[0]
+            gap = bf16.test_loss - fp32.test_loss
+            lines.append([changed, f'{bf16.test_loss:.2f}', f'{fp32.test_loss:.2f}', f'{gap:+.2f}',
+                          f'{bf16.logit_mean:.0f}', f'{fp32.logit_mean:.0f}'])
+    return markdown(lines, ['changed', 'BF16 logits', 'fp32 logits', 'difference', 'mean logit, BF16', 'fp32'])
+
+
+def lam_table():
+    """The test loss with each λ of Table 4, at the rates that `quick` has them at. One seed."""
+    rows = read('quick')
+    rows = rows[(rows.seed == 1) & (rows.weight_tying == 0)]
+    rates = [0.1, 0.3, 1]
+    lines = []
+    for method, name in (('z_loss', 'z-loss'), ('mu_loss', 'μ-loss')):
+        for lam in (1e-7, 1e-4, 0.1, 100):
+            own = rows[(rows.method == method) & (rows.lam == lam)].set_index('lr')
+            lines.append([f'{name}, λ = {lam:g}', *(f'{own.test_loss[rate]:.2f}' for rate in rates)])
+    return markdown(lines, ['learning rate', *(f'{rate:g}' for rate in rates)])
+
+
+def authors_table():
+    """The standard deviation of the logits in the authors' untied runs, at 0.1 and 0.3."""
+    runs = pd.read_csv(HERE.parent / 'authors/results.csv')
+    runs = runs[(runs.weight_tying == 0) & runs.lr.isin([0.1, 0.3])]
+    arms = {'baseline': runs[runs.method == 'baseline']}
+    for lam in (1e-7, 1e-4, 0.1, 100):
+        arms[f'μ-loss, λ = {lam:g}'] = runs[(runs.method == 'mu_loss') & (runs.lam == lam)]
+    arms['μ-centering'] = runs[runs.method == 'mu_centering']
+    sizes = list(dict.fromkeys(runs['size']))
+    lines = []
+    for name, own in arms.items():
+        cells = []
+        for size in sizes:
+            stds = own[own['size'] == size].sort_values('lr').logit_std
+            cells.append(', '.join(f'{std:.1f}' for std in stds))
+        lines.append([name, *cells])
+    return markdown(lines, ['', *sizes])
 
 
 def evaluation_table():
@@ -174,6 +211,8 @@ TABLES = {
     'rare': rare_table,
     'unused': unused_table,
     'takes': takes_table,
+    'lam': lam_table,
+    'authors': authors_table,
 }
 
 
@@ -185,26 +224,65 @@ def with_tables(text):
     return re.sub(r'<!-- ([\w.]+) -->\n.*?<!-- end -->', table, text, flags=re.S)
 
 
-# -------- the figure
-def draw():
+# -------- the figures
+CAUSE_COLORS = {'BF16 logits': '#FF2C00', 'exact gradient': '#FF9500', 'gradient at a random scale': '#845B97',
+                'fp32 logits': 'black', 'fp32 logits, BF16 gradient': 'grey', 'Coupled Adam': '#00B945',
+                'SGD on E': '#0C5DA5', 'centered head': '#00B0C0', 'with a gain': '#B07030'}
+
+
+def draw_curve(ax, curves, run, column, **style):
+    """One column of a run's log against the step."""
+    curve = curves[(curves.run == run.run) & (curves.arm == run.arm) & (curves.step > 0)]
+    curve = curve.dropna(subset=column)
+    ax.plot(curve.step, curve[column], linewidth=1.2, **style)
+
+
+def draw_grid():
     """Val loss and mean logit against the step, at 0.3, a line for each seed."""
     rows = read_grid('grid')
     curves = read('grid', 'curves')
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout='constrained')
     for name, color in SHOWN.items():
         for run in rows[(rows.name == name) & (rows.lr == 0.3)].itertuples():
-            curve = curves[(curves.run == run.run) & (curves.arm == run.arm) & (curves.step > 0)]
             label = name if run.seed == 1 else None
             for ax, column in zip(axes, ('val_loss', 'logit_mean'), strict=True):
-                shown = curve.dropna(subset=column)
-                ax.plot(shown.step, shown[column], color=color, linewidth=1.2, label=label)
+                draw_curve(ax, curves, run, column, color=color, label=label)
     axes[0].set(xlabel='step', ylabel='val loss', ylim=(1.4, 4))
     axes[1].set(xlabel='step', ylabel='mean logit')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4, frameon=False)
     figure.savefig(HERE / 'figure.png', dpi=120)
 
 
+def draw_cause():
+    """The mean logit against the step for each arm of `cause`, a line for each seed."""
+    rows = read('cause')
+    curves = read('cause', 'curves')
+    figure, ax = plt.subplots(figsize=(9, 3.4), layout='constrained')
+    for arm, color in CAUSE_COLORS.items():
+        for run in rows[rows.arm == arm].itertuples():
+            label = arm if run.seed == 1 else None
+            draw_curve(ax, curves, run, 'logit_mean', color=color, label=label)
+    ax.set(xlabel='step', ylabel='mean logit')
+    figure.legend(loc='outside right center', frameon=False)
+    figure.savefig(HERE / 'cause.png', dpi=120)
+
+
+def draw_unused():
+    """The share of the drift that μ-centering leaves against the share of unused rows, and a prediction."""
+    rows = read('rare')
+    rows = rows[~rows.run.str.startswith('bytes')]
+    means = rows.pivot(index='vocab_size', columns='arm', values='logit_mean_f')
+    figure, ax = plt.subplots(figsize=(4.5, 3.4), layout='constrained')
+    ax.plot([0, 1], [0, 1], color='grey', label='predicted')
+    ax.plot(1 - 64 / means.index, means['μ-centering'] / means['baseline'], 'o', label='measured')
+    ax.set(xlabel='share of rows that never occur', ylabel='share of the drift left', xlim=(0, 1), ylim=(0, 1.1))
+    ax.legend(frameon=False)
+    figure.savefig(HERE / 'unused.png', dpi=120)
+
+
 if __name__ == '__main__':
     page = HERE / 'README.md'
     page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
-    draw()
+    draw_grid()
+    draw_cause()
+    draw_unused()
