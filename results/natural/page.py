@@ -149,7 +149,8 @@ def takes_table():
             gap = bf16.test_loss - fp32.test_loss
             lines.append([changed, f'{bf16.test_loss:.2f}', f'{fp32.test_loss:.2f}', f'{gap:+.2f}',
                           f'{bf16.logit_mean:.0f}', f'{fp32.logit_mean:.0f}'])
-    return markdown(lines, ['changed', 'BF16 logits', 'fp32 logits', 'difference', 'mean logit, BF16', 'fp32'])
+    header = ['changed', 'BF16 logits', 'fp32 logits', 'difference', 'mean logit, BF16', 'fp32']
+    return markdown(lines, header)
 
 
 def lam_table():
@@ -225,9 +226,10 @@ def with_tables(text):
 
 
 # -------- the figures
-CAUSE_COLORS = {'BF16 logits': '#FF2C00', 'exact gradient': '#FF9500', 'gradient at a random scale': '#845B97',
-                'fp32 logits': 'black', 'fp32 logits, BF16 gradient': 'grey', 'Coupled Adam': '#00B945',
-                'SGD on E': '#0C5DA5', 'centered head': '#00B0C0', 'with a gain': '#B07030'}
+CAUSE_COLORS = {'BF16 logits': '#FF2C00', 'exact gradient': '#FF9500',
+                'gradient at a random scale': '#845B97', 'fp32 logits': 'black',
+                'fp32 logits, BF16 gradient': 'grey', 'Coupled Adam': '#00B945', 'SGD on E': '#0C5DA5',
+                'centered head': '#00B0C0', 'with a gain': '#B07030'}
 
 
 def draw_curve(ax, curves, run, column, **style):
@@ -275,7 +277,8 @@ def draw_unused():
     figure, ax = plt.subplots(figsize=(4.5, 3.4), layout='constrained')
     ax.plot([0, 1], [0, 1], color='grey', label='predicted')
     ax.plot(1 - 64 / means.index, means['μ-centering'] / means['baseline'], 'o', label='measured')
-    ax.set(xlabel='share of rows that never occur', ylabel='share of the drift left', xlim=(0, 1), ylim=(0, 1.1))
+    ax.set(xlabel='share of rows that never occur', ylabel='share of the drift left')
+    ax.set(xlim=(0, 1), ylim=(0, 1.1))
     ax.legend(frameon=False)
     figure.savefig(HERE / 'unused.png', dpi=120)
 
