@@ -5,8 +5,8 @@ logits, r_emb, r_cos and r_log, and the learning rate sensitivity (LRS) of a swe
     python analyze.py out/demo                          # reads models and logs, writes results/demo/
     python analyze.py --results=results.csv --out=DIR   # tables and figures of any such csv, without its runs
 
-It writes results.csv, a row for each run; checkpoints.csv, a row for each checkpoint, of runs that have not
-ended too; curves.csv, of the logs; distributions.csv, over positions or the vocabulary; lrs.csv; and what
+It writes results.csv, a row for each run; checkpoints.csv, a row for each checkpoint, also of runs that have
+not ended; curves.csv, of the logs; distributions.csv, over positions or the vocabulary; lrs.csv; and what
 tools/report.py draws. Symbols are model.py's; a star marks what is centered, e*_i = e_i - mu. Losses are in
 nats per token. Where others share the CPUs, OMP_NUM_THREADS=1 may measure several times faster.
 """
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -326,11 +327,14 @@ def refuse(wrong, message):
 
 
 def check_values(runs):
-    """Refuses runs whose learning rate, tying or losses cannot be."""
+    """Refuses runs whose method, size, learning rate, tying or losses cannot be."""
+    for name in ('method', 'size'):
+        refuse(runs[runs[name] == ''], f'its {name} is empty')
     refuse(runs[~(runs.lr > 0)], 'its lr is not a positive number')
     refuse(runs[~runs.weight_tying.isin([0, 1])], 'its weight_tying is neither 0 nor 1')
+    refuse(runs[runs.capped_loss <= 0], 'its test_loss is not positive')
     unknown_loss = runs.capped_loss.isna() & (runs.init_from == '')
-    refuse(runs[unknown_loss], 'a test_loss of nan needs an init_loss')
+    refuse(runs[unknown_loss], 'a test_loss that is not finite needs an init_loss')
 
 
 def named_flags(runs):
@@ -360,7 +364,7 @@ def named_flags(runs):
 def name_runs(runs):
     """
     Adds each run's name, `variant`: its method, its λ if that is not the default, then `setting` and
-    `rounding`. `rounding` is the text about logits_dtype, which changes results only by rounding (Fact 2).
+    `rounding`. `rounding` is the text about logits_dtype, which changes only how the logits are rounded.
     `setting` is the text about all other flags.
     """
     runs = runs.assign(setting='', rounding='')
@@ -395,17 +399,17 @@ def check_comparable(runs):
     refuse(runs[doubles], 'another run has the same name, size, weight_tying, lr and seed')
 
 
-def ranks(values, known):
-    """Values -> their places in `known`; values that are not in it come after, in the order they appear."""
-    names = dict.fromkeys([*known, *values])
+def positions_in(order, values):
+    """Values -> their positions in `order`; others come after, in the order in which they appear."""
+    names = dict.fromkeys([*order, *values])
     return values.map({name: i for i, name in enumerate(names)})
 
 
 def sort_runs(runs):
     """Runs in the paper's order of tyings, sizes and methods, then others as they come."""
     keys = runs[['weight_tying', 'size', 'method', 'lam', 'variant', 'lr', 'seed']].copy()
-    keys['size'] = ranks(runs['size'], SIZES)
-    keys['method'] = ranks(runs.method, METHODS)
+    keys['size'] = positions_in(SIZES, runs['size'])
+    keys['method'] = positions_in(METHODS, runs.method)
     order = keys.sort_values([*keys]).index
     return runs.loc[order].reset_index(drop=True)
 
@@ -443,7 +447,7 @@ def notes_on_differences(rows, columns):
     differing = differences(rows, columns)
     if not differing:
         return []
-    return [f'Runs differ in {", ".join(differing)}, which no name shows.']
+    return [f'Runs also differ in {", ".join(differing)}, which their names do not show.']
 
 
 def column_names(header):
@@ -518,8 +522,8 @@ def read_runs(path):
     notes = notes_on_differences(rows, ['commit', *unknown_texts])
     differing = differences(rows, statistics)
     if differing:
-        notes.append(f'Taken as statistics, as train.py has no such flag: {", ".join(differing)}. A run\'s '
-                     'name does not show them.')
+        notes.append(f'Taken as statistics, as no flags of train.py: {", ".join(differing)}. The names of '
+                     'runs do not show them.')
     constant = [name for name in statistics if name not in differing]  # which say nothing
     return complete(rows.drop(columns=unknown_texts + constant)), notes
 
@@ -649,7 +653,8 @@ def read_sweep(folders):
     everything, curves, notes = read_folders(folders)
     finished = everything[everything.finished]
     others = everything[~everything.finished]
-    runs = complete(finished[[name for name in finished if name in {*RESULTS, *IN_NAMES}]])  # or refuses
+    columns = [name for name in finished if name in {*RESULTS, *IN_NAMES}]
+    runs = complete(finished[columns])
     others = fill_in(others)
     others['variant'] = [f'{Path(run).name}, not finished' for run in others.run]
 
@@ -684,14 +689,15 @@ def measure_sweep(finished, others, curves, out):
     return runs, side_tables, failures + differing
 
 
-def read_side_tables(results):
-    """The tables of the csv files beside results.csv, of an earlier analysis; no rows if there are none."""
+def read_side_tables(results, runs):
+    """The rows of these runs in the csv files beside results.csv, which an earlier analysis wrote."""
     tables = {}
     for name, columns in SIDE_TABLES.items():
         path = Path(results).with_name(f'{name}.csv')
         tables[name] = pd.DataFrame(columns=columns)
         if path.exists():
-            tables[name] = pd.read_csv(path, dtype={'run': str})
+            rows = pd.read_csv(path, dtype={'run': str})
+            tables[name] = rows[rows.run.isin(runs.run)]
     return tables
 
 
@@ -706,15 +712,15 @@ def of_default_lam(runs):
 
 
 def of_several_lam(runs):
-    """The runs that values of λ are compared by: of the methods that ran with several."""
+    """The runs that values of λ are compared by: of the methods that ran with several, at any size."""
     groups = runs.groupby(['weight_tying', 'method', 'setting', 'rounding'])
-    return runs[groups.lam.transform('nunique') > 1]
+    return runs[(groups.lam.transform('nunique') > 1) & runs.lam.notna()]
 
 
 def in_most(sets):
     """What is in more than half of these sets, sorted."""
-    everything = set().union(*sets)
-    return sorted(x for x in everything if sum(x in one for one in sets) > len(sets) / 2)
+    counts = Counter(x for one in sets for x in one)
+    return sorted(x for x, n in counts.items() if n > len(sets) / 2)
 
 
 def means_over_same_seeds(runs, by):
@@ -740,10 +746,11 @@ def marks_behind(runs):
     Marks runs, those of one figure or of one row of a table, against each other. Variants of one size, tying
     and learning rate are compared by their mean test losses over the seeds that most of them have.
 
-    1: the mean is over 1% above the lowest, or a seed of the variant, compared or not, is not finite. The
-    paper calls this diverged, as does `_div` in results/Analyze_All_Models_Performance.ipynb of its code.
-    0: the mean is within 1% of the lowest.
-    NaN: not compared. The variant is alone there, it lacks one of these seeds, or the run is of another seed.
+    1: a seed of the variant is not finite, even if it is alone there or of another seed. The paper calls this
+    diverged, and also a mean over 1% above the lowest, as does `_div` in
+    results/Analyze_All_Models_Performance.ipynb of its code. So else: 1 if the mean is over 1% above the
+    lowest; 0 if it is not; NaN, not compared, if the variant is alone there, lacks one of these seeds, or if
+    the run is of another seed.
     """
     marks = pd.Series(math.nan, runs.index)
     for _, rows in runs.groupby(report.PLACE):
@@ -759,16 +766,23 @@ def marks_behind(runs):
 
 
 def lowest_losses(runs):
-    """A row for each size and tying with a finite loss: where it has its lowest mean test loss."""
+    """
+    A row for each size and tying: its lowest mean test loss over the seeds that more than half of its
+    variants at their learning rates have, with the `variant` and the `lr`; the variants that lack one of
+    these seeds at a learning rate are `left_out`. `variant` is '' if no mean is finite, or no seed common.
+    """
     rows = []
     for (tying, size), part in runs.groupby(['weight_tying', 'size'], sort=False):
         seeds, means = means_over_same_seeds(part, ['variant', 'lr'])
         finite = {name: mean for name, mean in means.items() if not math.isnan(mean)}
-        if finite:
-            variant, lr = min(finite, key=finite.get)
-            rows.append({'size': size, 'weight_tying': tying, 'variant': variant, 'lr': lr,
-                         'test_loss': finite[variant, lr], 'seeds': len(seeds)})
-    return pd.DataFrame(rows, columns=['size', 'weight_tying', 'variant', 'lr', 'test_loss', 'seeds'])
+        variant, lr = min(finite, key=finite.get, default=('', math.nan))
+        left_out = []
+        for name, _ in part.groupby(['variant', 'lr'], sort=False):
+            if name not in means and name[0] not in left_out:
+                left_out.append(name[0])
+        rows.append({'size': size, 'weight_tying': tying, 'variant': variant, 'lr': lr,
+                     'test_loss': finite.get((variant, lr)), 'seeds': len(seeds), 'left_out': left_out})
+    return pd.DataFrame(rows)
 
 
 # -------- learning rate sensitivity, of the rows of a table
@@ -793,14 +807,14 @@ def published_lrs(row):
 
 def usual_rates(runs):
     """
-    The learning rates that runs mostly have. For each rate, the share of a variant's seeds that have it is
-    averaged over the variants; the rate is usual if this is over a half. Of one variant's runs, these are the
-    rates that over half of its seeds have.
+    The learning rates to compare by. A variant's share of a rate is the fraction of its seeds that ran at it;
+    a rate is usual if the shares average over a half. Of one variant's runs, these are the rates that over
+    half of its seeds have.
     """
     n_with_rate = runs.groupby(['variant', 'lr']).seed.nunique().unstack(fill_value=0)
     n_seeds = runs.groupby('variant').seed.nunique()
     shares = n_with_rate.div(n_seeds, axis='index').mean()
-    return [lr for lr, share in shares.items() if share > 0.5 + 1e-9]  # a half may be rounded upwards
+    return [lr for lr, share in shares.items() if share > 0.5 + 1e-9]  # or rounding may lift a half above it
 
 
 def seeds_with(runs, rates):
@@ -810,9 +824,9 @@ def seeds_with(runs, rates):
 
 def select_for_lrs(runs):
     """
-    The runs of a row of a table -> those that LRS is computed of, with a `suffix` for the cell. It is '' of
-    variants that are compared: they have the learning rates and the seeds that most have, and no others are
-    used. Of the rest it says from which seeds, or from how many rates, they are computed.
+    The runs of a row of a table -> those from which LRS is computed, with a `suffix` for the cell. It is ''
+    for variants that are compared: they have the learning rates and the seeds that most variants have, and no
+    others are used. For the rest it says from which seeds, or from how many rates, they are computed.
     """
     runs = runs[runs.groupby('variant').lr.transform('nunique') > 1]
     rates = usual_rates(runs)
@@ -821,7 +835,8 @@ def select_for_lrs(runs):
     seeds_with_all_rates = {}
     for variant, own in runs.groupby('variant'):
         seeds_with_all_rates[variant] = seeds_with(own, rates)
-    seeds = in_most([set(own_seeds) for own_seeds in seeds_with_all_rates.values() if own_seeds])
+    sets = [set(own_seeds) for own_seeds in seeds_with_all_rates.values() if own_seeds]
+    seeds = in_most(sets)
 
     selected = [runs[:0].assign(suffix='')]  # so that there is something to concatenate
     for variant, own in runs.groupby('variant', sort=False):
@@ -829,7 +844,7 @@ def select_for_lrs(runs):
             own_rates = rates
             own_seeds = seeds
             suffix = ''
-        elif seeds_with_all_rates[variant]:  # all the rates, but not all the seeds
+        elif seeds_with_all_rates[variant]:  # all the rates, but other seeds, or no seed is common to most
             own_rates = rates
             own_seeds = seeds_with_all_rates[variant]
             suffix = f' (seed {" ".join(map(as_text, own_seeds))})'
@@ -846,8 +861,8 @@ def select_for_lrs(runs):
 def sum_above_lowest(of_seed):
     """
     The runs of a seed at n learning rates -> the sum over them of min(L, L0) - min L, in nats: n times that
-    of Eq. 21. NaN if it learned nothing at any rate: its losses do not vary, so it would score 0, the best;
-    and NaN if a loss that is not finite has no L0 to count as.
+    of Eq. 21. NaN if the seed learned something at none of the rates: its losses hardly vary, and it would
+    score about 0, the best. NaN too if a loss that is not finite has no L0 to count as.
     """
     losses = of_seed.capped_loss
     if losses.min() >= of_seed.init_loss.min() - report.MIN_LEARNED:
@@ -863,8 +878,8 @@ def as_printed(lrs):
 def lowest_lrs(values):
     """
     {variant: LRS of each of the same seeds} -> the variants to print bold: those of the lowest mean. An empty
-    list if there is nothing to compare, or if any other variant has a seed as low as the highest of theirs.
-    All are compared as the table prints them.
+    list if there are not two variants, or if any other has a seed as low as the highest of theirs; a NaN is
+    never lower. All are compared as the table prints them.
     """
     means, lowest, highest = {}, {}, {}
     for variant, lrs in values.items():
@@ -895,8 +910,8 @@ def notes_on_left_out(runs):
     for (variant, rates), seeds in seeds_of.items():
         names.append(f'{variant} at η = {rates} (seed {" ".join(seeds)})')
     where = f'{runs["size"].iloc[0]}, {report.TYING[runs.weight_tying.iloc[0]]}'
-    return [f'Not in the LRS of {where}, as the seed lacks a rate, or others lack the rate or seed: '
-            f'{"; ".join(names)}.']
+    return [f'Left out of the LRS of {where}, because the seed lacks a rate, or because most others lack the '
+            f'rate or seed: {"; ".join(names)}.']
 
 
 def lrs_of_row(runs):
@@ -988,9 +1003,16 @@ def make_headlines(lrs_methods, lrs_lam, lowest):
     lines = []
     for best in lowest.itertuples(index=False):
         where = f'{best.size}, {report.TYING[best.weight_tying]}'
-        over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
-        line = f'{where}: the lowest test loss is {best.test_loss:.4f}{over}'
-        line += f', of {best.variant} at η = {best.lr:g}'
+        if best.variant:
+            over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
+            line = f'{where}: the lowest test loss is {best.test_loss:.4f}{over}'
+            line += f', of {best.variant} at η = {best.lr:g}'
+            if best.left_out:
+                line += f' (not compared, as they lack the seeds: {", ".join(best.left_out)})'
+        elif best.seeds:
+            line = f'{where}: no test loss is finite'
+        else:
+            line = f'{where}: test losses are not compared, as no seed is common to most runs'
         in_row = (lrs_methods['size'] == best.size) & (lrs_methods.weight_tying == best.weight_tying)
         rows = lrs_methods[in_row]
         if report.has_lrs(rows):
@@ -1016,7 +1038,7 @@ def lrs_in_words(rows):
     elif len(compared) == 1:
         text = f'LRS is {compared.lrs_n1.iloc[0]:.3f}, of {compared.variant.iloc[0]}'
     else:
-        text = 'no LRS is compared'
+        text = 'no LRS is compared with another'
     others = [row.variant + row.suffix for row in rows.itertuples() if row.suffix]
     if others:
         text += f'; not compared: {", ".join(others)}'
@@ -1044,10 +1066,6 @@ def what_was_run(runs):
 def notes_on_too_few(runs):
     """Notes on what too few rates, steps or seeds cannot tell."""
     notes = []
-    of_variant = runs.groupby(['size', 'weight_tying', 'variant'], sort=False)
-    if of_variant.lr.nunique().max() < report.MIN_RATES:
-        notes.append('No learning rate sensitivity (LRS): it needs runs of one method and setting at '
-                     f'{report.MIN_RATES} learning rates or more.')
     if runs.steps.max() < 10_000:
         notes.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = runs.groupby([*report.PLACE, 'variant'], sort=False).seed.nunique()
@@ -1060,39 +1078,40 @@ def notes_on_too_few(runs):
     return notes
 
 
-def rounding_cost(logit_mean):
-    """
-    What BF16 logits cost a run with this mean logit, in words, by results/mean_logit. BF16 has 8 significant
-    bits, so neighbouring logits are 0.5 apart from 64 on, and 2 apart from 256 on.
-    """
-    if abs(logit_mean) < 64:
-        return 'nothing'
-    if abs(logit_mean) < 256:
-        return 'hundredths of a nat; center the head, or use mu_loss'
-    return 'a tenth of a nat and more; center the head, or use mu_loss'
-
-
 def notes_on_largest_mean(runs):
-    """[a note on the run of the largest mean logit, where the logits are BF16 and have no cap], or []."""
-    rounded = runs[runs.logits_dtype.isin(['', 'bfloat16']) & ~(runs.cap > 0)].dropna(subset='logit_mean')
+    """
+    [a note on the run of the largest mean logit, and what BF16 logits cost there], or []. Not of runs with
+    fp32 logits, a cap or norm_softmax, which change the logits after they are rounded.
+    """
+    rounded = runs[runs.logits_dtype.isin(['', 'bfloat16'])]
+    rounded = rounded[~(rounded.cap > 0) & (rounded.method != 'norm_softmax')]
+    rounded = rounded.dropna(subset='logit_mean')
     if rounded.empty:
         return []
     run = rounded.sort_values('logit_mean', key=abs).iloc[-1]
-    return [f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
-            f'{report.TYING[run.weight_tying]}, at η = {run.lr:g}. There BF16 costs '
-            f'{rounding_cost(run.logit_mean)}.']
+    cost = run.bf16_cost
+    costs = 'cost'
+    if math.isnan(cost):
+        spread = 0.0 if math.isnan(run.logit_mean_spread) else run.logit_mean_spread
+        cost = estimate_bf16_cost(run.logit_mean, spread)
+        costs = 'should cost, by an estimate,'
+    note = (f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
+            f'{report.TYING[run.weight_tying]}, at η = {run.lr:g}. BF16 logits {costs} {cost:.2f} nats there')
+    if cost >= 0.01:
+        note += '; center the head, or use mu_loss'
+    return [f'{note}.']
 
 
 def notes_on_rounding(runs):
     """
-    Finds the two runs that differ only in logits_dtype and whose capped losses are farthest apart. -> [a note
-    on them and on every other run of their size, tying, setting, learning rate and seed, the highest loss
+    Returns [a note on the two runs that differ only in logits_dtype and whose capped losses are farthest
+    apart, with every other run of their size, tying, setting, learning rate and seed, the highest loss
     first], or [] if no two runs differ so.
     """
     farthest = 0.0
     shown = []
-    finite = runs.dropna(subset='capped_loss')
-    for _, same_place in finite.groupby([*report.PLACE, 'setting', 'seed'], sort=False):
+    known = runs.dropna(subset='capped_loss')
+    for _, same_place in known.groupby([*report.PLACE, 'setting', 'seed'], sort=False):
         for _, alike in same_place.groupby(['method', 'lam'], dropna=False):
             gap = alike.capped_loss.max() - alike.capped_loss.min()
             if alike.rounding.nunique() > 1 and gap >= farthest:
@@ -1105,14 +1124,17 @@ def notes_on_rounding(runs):
     for run in shown:
         mean = run['logit_mean']
         mean = '' if math.isnan(mean) else f' (mean logit {round(mean):,})'
-        ends.append(f'{run["variant"]} ends at {run["test_loss"]:.2f}{mean}')
+        if math.isnan(run['test_loss']):
+            ends.append(f'{run["variant"]} does not end at a finite loss{mean}')
+        else:
+            ends.append(f'{run["variant"]} ends at {run["test_loss"]:.2f}{mean}')
     first = shown[0]
     return [f'What rounding of the logits does to {first["size"]}, {report.TYING[first["weight_tying"]]}, at '
             f'η = {first["lr"]:g}: {"; ".join(ends)}.']
 
 
 def notes_on_names(runs):
-    """[a note that says what runs have whose names leave out a flag that other names have], or []."""
+    """[a note that says, for each flag that some names show, what the other runs have], or []."""
     meant = []
     for flag, values in named_flags(runs).drop(columns='logits_dtype', errors='ignore').items():
         usual = set()
@@ -1146,12 +1168,14 @@ def compare(runs):
     """
     lrs_methods, left_out = learning_rate_sensitivity(of_default_lam(runs))
     lrs_lam, also_left_out = learning_rate_sensitivity(of_several_lam(runs), ROW_OF_LAM)
-    notes = []
     n_rates = [*lrs_methods.n_rates, *lrs_lam.n_rates]
-    if max(n_rates, default=0) >= report.MIN_RATES:  # with fewer none is shown
+    if max(n_rates, default=0) < report.MIN_RATES:  # none is shown
+        notes = ['No learning rate sensitivity (LRS): no method and setting has '
+                 f'{report.MIN_RATES} learning rates in most of its seeds.']
+    else:
         notes = list(dict.fromkeys(left_out + also_left_out))  # each once
         if runs.init_loss.isna().any():
-            notes.append('Where init_loss is empty, LRS caps no loss and cannot see if nothing was learned.')
+            notes.append('Where init_loss is empty, LRS cannot cap a loss, or tell if anything was learned.')
     return lrs_methods, lrs_lam, notes
 
 
@@ -1174,7 +1198,9 @@ def draw(runs, everything, lrs_methods, side_tables):
         method_runs = method_runs.assign(behind=marks_behind(method_runs))
         lrs = lrs_methods[lrs_methods.weight_tying == tying]
         figures += report.draw_methods(method_runs, lrs, tying)
-        figures += report.draw_distributions(method_runs.merge(side_tables['distributions'], on='run'), tying)
+        # a fork's statistic may be called min
+        values = method_runs.merge(side_tables['distributions'], on='run', suffixes=('_of_run', ''))
+        figures += report.draw_distributions(values, tying)
 
         first_size = method_runs[method_runs['size'] == method_runs['size'].iloc[0]]
         summary = first_size[first_size.variant.isin(report.SUMMARY)]
@@ -1242,7 +1268,7 @@ def main(argv=None):
     else:
         runs, notes = read_runs(args.results)
         others = runs[:0]  # an analysis has no runs that have not ended
-        side_tables = read_side_tables(args.results)
+        side_tables = read_side_tables(args.results, runs)
 
     out.mkdir(parents=True, exist_ok=True)
     with open(out / '.lock', 'a') as lock:

@@ -18,9 +18,10 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 TYING = {0: 'untied', 1: 'tied'}
 PLACE = ['size', 'weight_tying', 'lr']  # runs are compared where these are the same
-SAME = [*PLACE, 'setting', 'rounding', 'seed']  # of runs of several methods that differ in nothing else
+SAME = [*PLACE, 'setting', 'rounding', 'seed']  # runs that agree in these differ only in method and λ
 BEHIND = 0.01  # a test loss further than this above the lowest, relative to it, is marked
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
+AT_DEFAULT = 'Methods are compared at their default λ, where they ran with it.'
 MIN_LEARNED = 0.1  # nats: a run whose test loss is not this far below its initial loss learned nothing
 
 # -------- names and looks
@@ -53,18 +54,18 @@ def with_looks(rows, everything):
     """Rows with the color of their variant and the marker and dash of their size, of all in `everything`."""
     colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
     variants = everything.variant.unique()
-    others = 0
+    n_others = 0
     for variant, method in everything.drop_duplicates('variant')[['variant', 'method']].values:
         name = NAMES.get(method, method)
         if name in colors and name not in variants:
             colors[variant] = colors.pop(name)  # of a method that ran with another λ alone, say
         elif variant not in colors:
-            colors[variant] = OTHERS[others % len(OTHERS)]
-            others += 1
+            colors[variant] = OTHERS[n_others % len(OTHERS)]
+            n_others += 1
 
     styles = dict(STYLES)
-    others = [size for size in everything['size'].unique() if size not in styles]
-    for i, size in enumerate(others):
+    other_sizes = [size for size in everything['size'].unique() if size not in styles]
+    for i, size in enumerate(other_sizes):
         styles[size] = OTHER_STYLES[i % len(OTHER_STYLES)]
 
     return rows.assign(
@@ -91,15 +92,15 @@ FORMATS = {  # of columns of results.csv
     'r_cos': '{:.3f}', 'r_log': '{:.3f}', 'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}',
     'r_log_below_1_too': '{:.1%}', 'bf16_cost': '{:.4f}', 'bf16_estimate': '{:.4f}'}
 EXPLAINED = {  # columns of the table of runs
-    'behind': '1 if not finite, or if the mean over the seeds that most variants have is over '
+    'behind': '1 if the loss is not finite, or if the mean over the seeds that most variants have is over '
               f'{BEHIND:.0%} above the lowest of this table at the same size, tying and learning rate; '
-              'empty: not compared',
-    'model_step': 'of the model measured',
-    'largest_rise': 'of the training loss above its earlier minimum, in nats, at rise_step',
+              f'0 if it is within {BEHIND:.0%}; empty: not compared',
+    'model_step': 'the step of the model that was measured',
+    'largest_rise': 'the largest rise of the training loss above its minimum so far, in nats, at rise_step',
     'mean_share': 'V‖μ‖² / ‖E‖², 1 if all e_i are equal',
     'r_log_below_1_too': 'of the positions with r_cos < 1, the share with r_log < 1',
     'bf16_cost': 'test loss with BF16 logits minus that with fp32 logits of the same weights, in nats',
-    'bf16_estimate': 'what it should be, by the mean logit and its spread (results/mean_logit)'}
+    'bf16_estimate': 'an estimate of bf16_cost from the mean logit and its spread (results/mean_logit)'}
 
 
 def grid(cells, *names):
@@ -107,16 +108,16 @@ def grid(cells, *names):
     Cells {(row, ..., column): text}, and the headers of what tells the rows apart -> a table, whose rows and
     columns are in the order of the cells, with - where there is no cell.
     """
-    places = dict.fromkeys(key[:-1] for key in cells)
+    row_keys = dict.fromkeys(key[:-1] for key in cells)
     columns = dict.fromkeys(key[-1] for key in cells)
     rows = []
-    for place in places:
-        rows.append([*place, *(cells.get((*place, column), '-') for column in columns)])
+    for row_key in row_keys:
+        rows.append([*row_key, *(cells.get((*row_key, column), '-') for column in columns)])
     return pd.DataFrame(rows, columns=[*names, *columns])
 
 
 def has_lrs(lrs):
-    """Whether any of these rows of lrs.csv, if there are any, is of enough learning rates to be shown."""
+    """Whether any of these rows of lrs.csv has enough learning rates to be shown."""
     return bool((lrs.n_rates >= MIN_RATES).any())
 
 
@@ -146,7 +147,7 @@ def lrs_table(lrs, column, title, section):
         for row in of_size.dropna(subset='paper').itertuples(index=False):
             cells[size, "the paper's", getattr(row, column)] = f'{row.paper:.3f}'
         for row in of_size.dropna(subset='lrs').itertuples(index=False):
-            cells[size, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}'
+            cells[size, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}{row.suffix}'
     caption = (
         'Lower is better. In nats: how far the test losses at n learning rates lie above the lowest of them, '
         'where a loss that is not finite, or above the one at initialisation, counts as that one; their sum '
@@ -165,35 +166,39 @@ def lrs_table(lrs, column, title, section):
             f'({"; ".join(of_sizes)}). Bold: the lowest, if no other has a seed as low as its highest. '
             f'Underlined: within {BEHIND:.0%} of the lowest test loss at every learning rate.')
     if len(compared) < len(lrs):
-        caption += ' (n lr), (seed ...): not compared, as it is of these learning rates or seeds alone.'
+        caption += (' A cell with (n lr) or (seed ...) is not compared: it is computed from that many '
+                    'learning rates, or from those seeds only.')
     rows = grid(cells, 'size', 'LRS')
     if rows.isin(['-']).any(axis=None):
-        caption += ' -: no such runs, or nothing was learned.'
+        caption += ' -: no such runs, nothing learned, or a loss that cannot be capped.'
     return dict(title=title, rows=rows, caption=caption, section=section)
 
 
-def overhead_table(added, tying):
-    """Table 6, of rows of analyze.overhead: a row for each size and machine, a column for each method."""
-    added = added[added.weight_tying == tying]
-    if added.empty:
+def overhead_table(overheads, tying):
+    """
+    Table 6, of rows of analyze.overhead: a row for each size and each set of runs that agree in TIMED, then
+    one for the paper's numbers; a column for each method.
+    """
+    overheads = overheads[overheads.weight_tying == tying]
+    if overheads.empty:
         return None
     cells = {}
-    for size, runs in added.groupby('size', sort=False):
-        for run in runs.itertuples(index=False):
-            where = f'{run.steps:,.0f} steps'
-            if run.device:
-                where += f', {run.device}'
-            if run.processes > 1:
-                where += f' x {run.processes:.0f}'
-            where += run.setting + run.rounding
-            method = NAMES.get(run.method, run.method)
-            cells[size, where, method] = f'{round(run.added, 3) + 0.0:.1%}'  # never -0.0%
-        for run in runs.dropna(subset='paper').itertuples(index=False):
-            cells[size, "the paper's", NAMES[run.method]] = f'{run.paper:.1%}'
+    for size, of_size in overheads.groupby('size', sort=False):
+        for row in of_size.itertuples(index=False):
+            where = 'unknown steps' if math.isnan(row.steps) else f'{row.steps:,.0f} steps'
+            if row.device:
+                where += f', {row.device}'
+            if row.processes > 1:
+                where += f' x {row.processes:.0f}'
+            where += row.setting + row.rounding
+            method = NAMES.get(row.method, row.method)
+            cells[size, where, method] = f'{round(row.added, 3) + 0.0:.1%}'  # never -0.0%
+        for row in of_size.dropna(subset='paper').itertuples(index=False):
+            cells[size, "the paper's", NAMES[row.method]] = f'{row.paper:.1%}'
     caption = (
         "A method's training time above the baseline's of the same size, device, processes and steps: means "
-        'over learning rates, seeds and λ. Left out: a method of one run, or whose times are 10% apart. The '
-        "paper's: on four A100. `python -m tools.bench` compares methods side by side. (Table 6)")
+        'over learning rates, seeds and λ. Left out: a method of one run, or whose times differ by 10% or '
+        "more. The paper's: on four A100. `python -m tools.bench` compares methods side by side. (Table 6)")
     rows = grid(cells, 'size', 'runs')
     title = f'Additional training time ΔT, {TYING[tying]}'
     return dict(title=title, rows=rows, caption=caption, section='overhead')
@@ -219,7 +224,8 @@ def seed_table(runs):
     shown = {variant for *_, variant in cells}
     absent = [variant for variant in others.variant.unique() if variant not in shown]
     if absent:
-        caption += f' Without two seeds of a baseline of the same settings: {"; ".join(absent)}.'
+        caption += (f' {"; ".join(absent)}: fewer than two seeds in common with a baseline of the same '
+                    'settings.')
     title = 'Test loss minus that of the baseline of that seed'
     return dict(title=title, rows=grid(cells, 'size', 'tying', 'η'), caption=caption, section='others')
 
@@ -241,18 +247,15 @@ def in_order_of_ablation(rows):
     return pd.concat([rows[is_mu_loss], rows[~is_mu_loss]])
 
 
-AT_DEFAULT = 'Methods are compared at their default λ, where they ran with it.'
-
-
-def make_tables(runs, methods, several, added):
+def make_tables(runs, lrs_methods, lrs_lam, overheads):
     """
-    All tables but run_table that there are data for, of runs, of lrs.csv, and of the time that methods add.
+    All tables that there are data for, but run_table. See analyze.compare for `lrs_methods` and `lrs_lam`.
     """
     tables = []
     for tying, word in TYING.items():
         title = f'Learning rate sensitivity (LRS), {word}'
-        lam_rows = in_order_of_ablation(several[several.weight_tying == tying])
-        methods_rows = methods[methods.weight_tying == tying]
+        lam_rows = in_order_of_ablation(lrs_lam[lrs_lam.weight_tying == tying])
+        methods_rows = lrs_methods[lrs_methods.weight_tying == tying]
         methods_table = lrs_table(methods_rows, 'variant', title, f'methods, {word}')
         if methods_table and len(lam_rows):
             methods_table['caption'] += f' {AT_DEFAULT}'
@@ -263,25 +266,27 @@ def make_tables(runs, methods, several, added):
             name = f'{title}, of {NAMES.get(method, method)}{setting}{rounding} for several λ'
             rows = rows.assign(lam=rows.lam.map('{:g}'.format))
             tables.append(lrs_table(rows, 'lam', name, f'λ, {word}'))
-    tables += [overhead_table(added, tying) for tying in TYING]
+    tables += [overhead_table(overheads, tying) for tying in TYING]
     tables.append(seed_table(runs))
     return [table for table in tables if table]
 
 
 # -------- figures: dicts of name, title, caption, section and png
 FILLED = (
-    'Points: means over seeds; bars: lowest to highest. A loss above the one at initialisation is drawn as '
-    'that one. Filled: what the paper calls diverged, a test loss that is not finite or, before it is drawn '
-    f'lower, over {BEHIND:.0%} above the lowest of the variants compared here at its size and learning rate. '
-    'Grey: not compared, as it is alone there or lacks the seeds of the others. Triangles lie above the '
-    'axis.')
+    'Points: means over the seeds that are compared, or over all where none are. Bars: lowest to highest of '
+    'all seeds, cut off at the edge of the axis. A loss above the one at initialisation is drawn as that '
+    'one. Filled: what the paper calls diverged, that is, not finite or, before it is capped, over '
+    f'{BEHIND:.0%} above the lowest of the variants compared here at the same size and learning rate. Grey: '
+    'not compared, as no other variant is there, or it lacks the seeds of the others. Triangle: the mean '
+    'lies above the axis.')
 BOXES = (
     'A row for each size. r_emb is over the vocabulary, the others are over test positions. Grey: quartiles; '
     'black: median and extrema. Over several seeds, quartiles and median are means, extrema the outermost. '
     'Red: the share that fulfils the condition on the right; bars: lowest to highest seed. Filled: as in the '
     'figure of the test loss.')
 FIGURES = {  # title, caption
-    'summary': ('Test loss and mean logit', f'Baseline, μ-loss and μ-centering, of the first size. {FILLED}'),
+    'summary': ('Test loss and mean logit', (
+        f'The first size, of the baseline, μ-loss and μ-centering those that ran. {FILLED}')),
     'loss': ('Test loss against learning rate', (
         f"Below: each size at the two largest learning rates. {FILLED} (The paper's Figures 2 and 9)")),
     'lrs': ('Learning rate sensitivity against size', (
@@ -319,12 +324,15 @@ plt.rcParams.update({
 
 
 def limits_of(rows, column):
-    """The lowest and the highest value that the axis of `column` shows, so that a few flatten no others."""
+    """
+    The range (low, high) of `column` that an axis shows. What lies beyond it is drawn at its edge, so that a
+    few outliers do not flatten the rest.
+    """
     values = rows[column]
     lowest = values.min()
 
     if column == 'capped_loss':
-        # the medians over seeds of the runs that learned something, and a tenth more
+        # up to the largest median over seeds of what learned something, and a tenth more
         medians = rows.groupby(['size', 'variant', 'lr'])[['capped_loss', 'init_loss']].median()
         # False where init_loss is unknown
         nothing_learned = medians.capped_loss >= medians.init_loss - MIN_LEARNED
@@ -346,7 +354,11 @@ def limits_of(rows, column):
 
 
 def choose_scale(ax, values):
-    """A log y axis for positive values over a factor of ten; linear up to 100 for others beyond it."""
+    """
+    Sets the y axis: logarithmic if all values are above 0.001 and span more than a factor of ten; if some
+    are below 0.001 and one is larger than 100 in size, linear from -100 to 100 and logarithmic beyond; else
+    linear.
+    """
     low, high = values.min(), values.max()
     if low > 1e-3 and high > 10 * low:
         ax.set_yscale('log')
@@ -388,7 +400,10 @@ def mean_of_compared(runs, y):
 
 
 def face(behind, color):
-    """The filling of a marker: the color if diverged, white if not, grey if it is not known."""
+    """
+    The filling of a marker: the color of its line if diverged (1), white if not (0), grey if not compared
+    (NaN).
+    """
     if behind == 1:
         return color
     if behind == 0:
@@ -430,10 +445,10 @@ def draw_lines(ax, rows, y, limits=None):
     label_rates(ax, sorted(rows.lr.unique()))
 
 
-def legend(figure, rows):
+def legend(figure, rows, marks):
     """
-    Draws the legend below a figure. It has the colors of the variants, and the markers of sizes and the
-    fillings if there are several.
+    Draws the legend below a figure. It has the colors of the variants, the markers of sizes if there are
+    several, and the fillings of the figure's points if `marks`, their `behind`, differ.
     """
     handles = []
     for run in rows.drop_duplicates('variant').itertuples():
@@ -444,7 +459,7 @@ def legend(figure, rows):
             handles.append(Line2D([], [], color='black', ls=run.dash, marker=run.marker, mfc='white',
                                   label=run.size))
     not_compared = -1  # instead of NaN, which equals nothing
-    marks = rows.behind.fillna(not_compared)
+    marks = marks.fillna(not_compared)
     labels = {1: f'over {BEHIND:.0%} above the lowest', 0: f'within {BEHIND:.0%} of it',
               not_compared: 'not compared'}
     if marks.nunique() > 1:
@@ -453,6 +468,11 @@ def legend(figure, rows):
                 handles.append(Line2D([], [], color='black', ls='', marker='o', mfc=face(mark, 'black'),
                                       label=label))
     figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
+
+
+def marks_of_points(rows):
+    """Runs -> the mark of each point that draw_lines draws of them."""
+    return rows.groupby(['size', 'variant', 'lr']).behind.max()
 
 
 def panels(n, n_columns, **more):
@@ -464,7 +484,7 @@ def panels(n, n_columns, **more):
     return figure, axes.flat[:n], n_rows
 
 
-def to_png(name, place, figure, section='others'):
+def to_png(name, subtitle, figure, section='others'):
     """A figure -> a dict of its name, title, caption, section and the bytes of a png file; closes it."""
     figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
     png = io.BytesIO()
@@ -473,8 +493,8 @@ def to_png(name, place, figure, section='others'):
     plt.close(figure)
     title, caption = FIGURES[name]
     # a variant may have what no file name should, as in init_from a/model.pt
-    file_name = name + '_' + re.sub(r'[^\w.-]+', '_', place.replace('η = ', 'lr'))
-    return dict(name=file_name, title=f'{title}, {place}', caption=caption, section=section,
+    file_name = name + '_' + re.sub(r'[^\w.-]+', '_', subtitle.replace('η = ', 'lr'))
+    return dict(name=file_name, title=f'{title}, {subtitle}', caption=caption, section=section,
                 png=png.getvalue())
 
 
@@ -496,8 +516,11 @@ def against_lr(rows, columns):
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         elif column != 'capped_loss':
-            choose_scale(ax, shown[column][column].clip(*limits_of(shown[column], column)))
-    legend(figure, pd.concat([shown[column] for column in columns]))
+            values = shown[column][column]
+            limits = limits_of(shown[column], column)
+            choose_scale(ax, values.clip(*limits))
+    everything = pd.concat([shown[column] for column in columns])
+    legend(figure, everything, marks_of_points(everything))
     return figure
 
 
@@ -512,21 +535,22 @@ def loss_against_lr(rows):
     rates = sorted(rows.lr.unique())
     if len(rates) < 2:
         return None
-    sizes = rows['size'].unique()
-    n_columns = min(len(sizes), 5)
-    n_rows = math.ceil(len(sizes) / n_columns)
+    largest = rows[rows.lr >= rates[-2]]
+    sizes = largest['size'].unique()
     if len(rates) == 2:
-        n_rows = 0  # all is shown above
+        sizes = []  # the upper panel shows all
+    n_columns = max(1, min(len(sizes), 5))
+    n_rows = math.ceil(len(sizes) / n_columns)
 
     figure = plt.figure(figsize=(9, 4 + 2.2 * n_rows))
     cells = figure.add_gridspec(1 + n_rows, n_columns, height_ratios=[1.6] + [1] * n_rows)
     draw_lines(figure.add_subplot(cells[0, :]), rows, 'capped_loss')
-    for i, size in enumerate(sizes[:n_rows * n_columns]):
+    for i, size in enumerate(sizes):
         ax = figure.add_subplot(cells[1 + i // n_columns, i % n_columns])
-        draw_lines(ax, rows[(rows['size'] == size) & (rows.lr >= rates[-2])], 'capped_loss')
+        draw_lines(ax, largest[largest['size'] == size], 'capped_loss')
         ax.set(title=size, ylabel='', xlim=(rates[-2] / 1.6, rates[-1] * 1.6))
         ax.xaxis.set_minor_locator(NullLocator())
-    legend(figure, rows)
+    legend(figure, rows, marks_of_points(rows))
     return figure
 
 
@@ -552,10 +576,10 @@ def lrs_against_size(lrs):
     lrs = lrs[lrs.n_rates >= MIN_RATES].dropna(subset=['n_params', 'lrs_n1'])
     if lrs.n_params.nunique() < 2:
         return None
-    lrs = lrs.assign(marker='o', dash='-')  # the place tells the size
+    lrs = lrs.assign(marker='o', dash='-')  # the x axis tells the size
     figure, ax = plt.subplots(figsize=(7.5, 4))
     draw_lrs(ax, lrs)
-    legend(figure, lrs.assign(size=''))
+    legend(figure, lrs.assign(size=''), lrs.behind)
     return figure
 
 
@@ -591,7 +615,8 @@ def draw_ablation(rows, lrs, tying):
         axes[0, i].set_title(NAMES.get(method, method) + setting + rounding)
         if n_rows == 2:
             draw_lrs(axes[1, i], lrs[lrs.variant.isin(part.variant)])
-    legend(figure, rows.assign(variant=[f'λ = {lam:g}' for lam in rows.lam]))
+    of_lam = rows.assign(variant=[f'λ = {lam:g}' for lam in rows.lam])
+    legend(figure, of_lam, marks_of_points(rows))
     return [to_png('ablation', TYING[tying], figure, f'λ, {TYING[tying]}')]
 
 
@@ -636,7 +661,9 @@ def draw_distributions(rows, tying):
     rows = rows[(rows.method == 'baseline') & rows.quantity.isin(CONDITIONS.keys())]
     # A run that was not finite has distributions of its last checkpoint, even of step 0.
     rows = rows[rows.test_loss.notna()]
-    rows = rows[rows.variant.isin(rows.variant[:1])]
+    if rows.empty:
+        return []
+    rows = rows[rows.variant == rows.variant.iloc[0]]
     if rows.lr.nunique() < 2:
         return []
     sizes = rows['size'].unique()
@@ -651,8 +678,8 @@ def draw_distributions(rows, tying):
                 ax.set_title(size, loc='left')
                 if i == len(sizes) - 1:
                     ax.set_xlabel(LABELS['lr'])
-        place = f'{rows.variant.iloc[0]}, {TYING[tying]}'.removeprefix('baseline, ')
-        figures.append(to_png(name, place, figure, 'distributions'))
+        subtitle = f'{rows.variant.iloc[0]}, {TYING[tying]}'.removeprefix('baseline, ')
+        figures.append(to_png(name, subtitle, figure, 'distributions'))
     return figures
 
 
