@@ -4,7 +4,7 @@ Runs of a model for a laptop in which the paper's harm arises by itself, and wha
     python -m results.natural.natural [TABLE ...]    # trains what has no row yet, two runs at a time
 
 A TABLE is a folder beside this file: results.csv has a row for each run, curves.csv some lines of its log,
-and checkpoints.csv (of the grid) its checkpoints. The runs of `grid` and `quick` are those of sweep.sh; an
+and evaluation.csv (of the grid) its checkpoints. The runs of `grid` and `quick` are those of sweep.sh; an
 arm of the other tables changes one thing of a run, by one of the functions below.
 """
 import os
@@ -309,7 +309,7 @@ def main(tables):
             row, curves, kept = result.get()
             append([row], HERE / table / 'results.csv')
             append(curves, HERE / table / 'curves.csv')
-            append(kept, HERE / table / 'checkpoints.csv')
+            append(kept, HERE / table / 'evaluation.csv')
             print(f'{table}, {row["run"]}: {row["test_loss"]:.3f}, {row["logit_mean"]:.0f}', flush=True)
 
 

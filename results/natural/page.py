@@ -187,7 +187,7 @@ def authors_table():
 
 def evaluation_table():
     """Seed 1 of the baseline at 0.3: its checkpoints with their logits in BF16 and in fp32, and the twin."""
-    rows = read('grid', 'checkpoints')
+    rows = read('grid', 'evaluation')
     rows = rows[(rows.seed == 1) & rows.run.str.contains('baseline-lr0.3')]
     twin = rows[rows.arm == 'fp32 logits'].set_index('step')
     lines = []
