@@ -168,25 +168,25 @@ def refuse_offline(what, error):
 def file_rows(path):
     """The documents of a local or hf:// file: rows, lines, or what <|endoftext|> separates in a text."""
     if path.endswith('.parquet'):
-        with fsspec.open(path, block_size=2**23) as file:  # the hub's client retries each block
-            parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20)
+        with fsspec.open(path, block_size=2**23) as f:  # the hub's client retries each block
+            parquet = pyarrow.parquet.ParquetFile(f, pre_buffer=False, buffer_size=2**20)
             # Threads, as `datasets` has them, abort Python if a program ends in the middle of a file.
             for batch in parquet.iter_batches(256, columns=['text'], use_threads=False):
                 yield from batch['text'].to_pylist()
 
     elif path.endswith('.jsonl'):
-        with open(path, encoding='utf-8-sig') as file:
-            for line in file:
+        with open(path, encoding='utf-8-sig') as f:
+            for line in f:
                 if line.strip():
                     yield json.loads(line)['text']
 
     elif path.endswith('.py'):  # some of Python's own tests are not UTF-8, on purpose
-        with open(path, encoding='utf-8', errors='replace') as file:
-            yield file.read()
+        with open(path, encoding='utf-8', errors='replace') as f:
+            yield f.read()
 
     else:
-        with open(path, encoding='utf-8-sig', newline='') as file:  # line ends as they are, as in .jsonl
-            text = file.read()
+        with open(path, encoding='utf-8-sig', newline='') as f:  # line ends as they are, as in .jsonl
+            text = f.read()
         if '\0' in text:
             raise ValueError('there are NULs in it: is it UTF-16?')
         yield from text.split('<|endoftext|>')
@@ -246,7 +246,7 @@ def load_encoder(name):
 
 
 def batches(documents):
-    """Yields lists of documents to hold at a time: 1,024, or fewer that have 8 million characters."""
+    """Yields lists of at most 1,024 documents; a list ends early once it has 8 million characters."""
     batch = []
     n_characters = 0
     for document in documents:
@@ -261,7 +261,9 @@ def batches(documents):
 
 
 def tokenize(documents, encode, workers, before=0):
-    """Documents (file, row, text) -> (file, row, before, tokens). `before` tokens precede the first one."""
+    """
+    Documents (file, row, text) -> (file, row, before, tokens). `before` tokens precede the first document.
+    """
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers free the GIL
         for batch in batches(documents):
             encoded = pool.map(encode, [text for _, _, text in batch])
@@ -350,7 +352,9 @@ def cut_shards(documents, sizes, used):
 
 
 def make_shards(paths, meta, args):
-    """Writes the shards that are missing. Yields the path of each, and the position of the next one."""
+    """
+    Writes the missing shards. Yields the path of each, and the entries of meta.json that change with it.
+    """
     encode = load_encoder(args.tokenizer)
     texts = read_texts(paths, meta['file'], meta['row'])
     documents = tokenize(texts, encode, args.workers, meta['before'])
@@ -369,9 +373,9 @@ def make_shards(paths, meta, args):
             sizes = itertools.chain([args.val_tokens], sizes)
         shards = cut_shards(documents, sizes, meta['used'])
 
-    for i, (tokens, position) in enumerate(shards, meta['shards']):
+    for i, (tokens, progress) in enumerate(shards, meta['shards']):
         if i == 0:
-            check(not position.get('exhausted'), f'--val_tokens={args.val_tokens} leaves nothing to train on')
+            check(not progress.get('exhausted'), f'--val_tokens={args.val_tokens} leaves nothing to train on')
         if args.source == 'local':  # a file that grew between the two passes may be in val and in train
             check(describe(paths) == meta['found'],
                   f'files of {args.files} have changed while they were read; choose another --out')
@@ -379,7 +383,7 @@ def make_shards(paths, meta, args):
         name = 'val_000000' if i == 0 else f'train_{i - 1:06d}'
         path = f'{args.out}/{args.source}_{name}.bin'
         write_shard(tokens, path)
-        yield path, position
+        yield path, progress
 
 
 def write_shard(tokens, path):
@@ -389,7 +393,10 @@ def write_shard(tokens, path):
 
 
 def download_shards(paths, meta, args):
-    """Downloads the published shards that are missing. Yields the path of each, and what to add to meta."""
+    """
+    Downloads the missing published shards. Yields the path of each, and the entries of meta.json that change
+    with it.
+    """
     from huggingface_hub import hf_hub_download
     for i in range(meta['shards'], len(paths)):
         # the hub's client resumes a download that was cut short
@@ -442,9 +449,9 @@ def settings_of_shards(args, paths):
 
 def read_meta(settings, args):
     """What meta.json has, or will have at first. Refuses shards that were made with other settings."""
-    progress = {'shards': 0, 'tokens': 0}  # val and train shards, tokens to train on
+    counts = {'shards': 0, 'tokens': 0}  # val and train shards, tokens to train on
     position = {'file': 0, 'row': 0, 'before': 0, 'used': 0}  # of the next shard, see cut_shards
-    meta = {**settings, **progress, **position}
+    meta = {**settings, **counts, **position}
     path = f'{args.out}/meta.json'
     if glob.glob(SHARD.format('*'), root_dir=args.out):
         saved = read_json(path)
@@ -479,13 +486,13 @@ def write_shards(paths, meta, args):
         shards = make_shards(paths, meta, args)
     begin = time.monotonic()
     share_at_begin = share_done(meta, len(paths), args)
-    for path, position in shards:
+    for path, progress in shards:
         n = shard_length(path)
         is_val = meta['shards'] == 0
         meta['shards'] += 1
         if not is_val:
             meta['tokens'] += n
-        meta.update(position)
+        meta.update(progress)
         meta['done'] = is_done(meta, args)
         save(meta, f'{args.out}/meta.json')
 
@@ -498,7 +505,7 @@ def write_shards(paths, meta, args):
             line += f', {seconds_left / 60:.0f} min left'
         print(line, flush=True)
 
-        # Duplicates are common in texts of one's own, and the loss on a text that was trained on is too low.
+        # Duplicates are common in one's own texts, and the loss on text that was trained on is too low.
         if args.source == 'local' and not is_val:
             twice = stretches_in_both(read_shard(f'{args.out}/local_val_000000.bin'), read_shard(path))
             print(f'{twice} of 100 stretches of val are in {path} as well', flush=True)
@@ -517,7 +524,7 @@ def main(argv=None):
         paths = golden_order(local_files(args.files))
     if args.source == 'stdlib':
         paths = stdlib_files()
-        if args.val_tokens == parser.get_default('val_tokens'):  # a small Python: half
+        if args.val_tokens == parser.get_default('val_tokens'):  # a small standard library: hold out half
             n_bytes = sum(os.path.getsize(path) for path in paths)
             args.val_tokens = min(args.val_tokens, n_bytes // 2)
     settings = settings_of_shards(args, paths)

@@ -83,7 +83,7 @@ def train_steps(gpt, method, n, lr=0.01, grad_clip=1.0, before_update=lambda: No
 @pytest.mark.parametrize('dtype, centered, p_1', [
     ('float32', False, 0.142), ('bfloat16', False, 0.091), ('bfloat16', True, 0.142)])
 def test_roundoff_example_of_the_introduction(dtype, centered, p_1):
-    """bf16 has no 128.5, though h and E are exact in it. Of centered embeddings the logits are small."""
+    """bf16 has no 128.5, though h and E are exact in it. With centered embeddings the logits are small."""
     h = torch.tensor([[128.0, 0.5]])
     E = torch.tensor([[1.0, 1.0]] + [[1.0, 0.0]] * 10)
     if centered:
@@ -117,8 +117,8 @@ def test_fact_2(weighted):
         for embeddings in (E, E - mean):
             h_, E_ = h.clone().requires_grad_(), embeddings.clone().requires_grad_()
             loss, stats = head(h_, E_, targets, config_64())
-            results.append((stats, loss, *torch.autograd.grad(loss, (h_, E_))))
-        (stats, *before), (star_stats, *after) = results
+            results.append((stats, [loss, *torch.autograd.grad(loss, (h_, E_))]))
+        (stats, before), (star_stats, after) = results  # before, after: the loss and its gradients
         scale = max(1, stats['logit_absmax'].max().item())
         close(h @ E.T @ f, h @ mean, rtol=1e-10, atol=1e-10)                                # Fact 1
         assert (h @ (E - mean).T @ f).abs().max() <= 1e-13 * scale                          # (i)
@@ -132,11 +132,11 @@ def test_fact_2(weighted):
 def test_fact_2_iii_over_50_steps(method, shift):
     """The output embeddings differ from the baseline's by one vector common to all, and nothing else does."""
     results = []
-    for run_method, norm in (('baseline', 0), (method, shift)):
+    for run_method, run_shift in (('baseline', 0), (method, shift)):
         gpt = tiny_gpt(run_method)
         vector = normal(generator(1), gpt.E.size(1))
         with torch.no_grad():
-            gpt.E.add_(norm * vector / vector.norm())
+            gpt.E.add_(run_shift * vector / vector.norm())
         losses = [stats['loss'] for stats, _ in train_steps(gpt, run_method, 50, grad_clip=0.5)]
         results.append((torch.stack(losses), {name: p.detach() for name, p in gpt.named_parameters()}))
     (losses, base), (other_losses, other) = results
@@ -144,7 +144,10 @@ def test_fact_2_iii_over_50_steps(method, shift):
     difference = other.pop('lm_head.weight') - base.pop('lm_head.weight')
     close((other_losses, other), (losses, base), rtol=0, atol=1e-9)
     close(difference, difference[:1].expand_as(difference), rtol=0, atol=1e-9)
-    assert abs(difference[0].norm() - shift) < 1e-9 if shift else difference[0].norm() > 1e-3
+    if shift:
+        assert abs(difference[0].norm() - shift) < 1e-9
+    else:
+        assert difference[0].norm() > 1e-3
 
 
 def test_fact_3_counterexample():
@@ -196,8 +199,8 @@ def test_which_optimizers_move_mu(name, tying, monkeypatch):
     tying, the gradient of E, G = sum_n g_n h_n^T: 1^T G = 0. SGD with momentum and Coupled Adam are linear in
     past G, with one factor per column, so 1^T U = 0. Muon's U is q(M M^T) M, q a polynomial and M linear in
     past G, and as 1^T M = 0, 1^T U = q(0) 1^T M = 0. AdamW weighs the terms of 1^T M with a factor per entry,
-    Adafactor with one per row as well: the sum is 0 no longer. Nor is it with weight tying, where the
-    gradient of the input embeddings joins G.
+    Adafactor with one per row as well, so the sum is no longer 0. With weight tying it is not 0 either, as
+    the gradient of the input embeddings joins G.
     """
     monkeypatch.setattr(torch.Tensor, 'bfloat16', torch.Tensor.clone)  # Muon iterates in bf16, which rounds
     gpt = tiny_gpt(weight_tying=tying)
@@ -211,7 +214,10 @@ def test_which_optimizers_move_mu(name, tying, monkeypatch):
     moved = gpt.E.detach() - start
     common = moved.mean(dim=0).norm() / moved.norm(dim=1).mean()
     keeps_mu = name in ('SGD with momentum', 'Coupled Adam', 'Muon') and not tying
-    assert common < 30 * 2.0 ** -53 if keeps_mu else common > 0.1  # one rounding error a step
+    if keeps_mu:
+        assert common < 30 * 2.0 ** -53  # one rounding error a step
+    else:
+        assert common > 0.1
 
 
 # -------- every method is its equation
@@ -293,21 +299,21 @@ def test_model_equation(method, tying):
     loss, reg = equations(method, h, gpt.E, targets.flatten(), METHODS[method], cap)
     parameters = list(gpt.parameters())
     expected = torch.autograd.grad(loss + reg, parameters)
-    objective, stats = gpt(tokens, targets)
-    close(objective, loss + reg, rtol=1e-12, atol=0)
+    ours, stats = gpt(tokens, targets)
+    close(ours, loss + reg, rtol=1e-12, atol=0)
     close((stats['loss'].mean(), stats['reg'].mean()), (loss, reg), rtol=1e-12, atol=1e-18, check_dtype=False)
-    close(torch.autograd.grad(objective, parameters), expected, rtol=1e-9, atol=1e-12)
+    close(torch.autograd.grad(ours, parameters), expected, rtol=1e-9, atol=1e-12)
 
 
-def equations_step(method, E, m, v, lr, lam, eps=1e-8):
-    """E (V, H) after a step with Adam's corrected moments m and v; other parameters: the baseline's step."""
+def equations_step(method, E, m_hat, v_hat, lr, lam, eps=1e-8):
+    """E (V, H) after a step with Adam's corrected moments; other parameters take the baseline's step."""
     if method == 'coupled_adam':
-        v = v.mean(dim=0)  # over the vocabulary
+        v_hat = v_hat.mean(dim=0)  # over the vocabulary
     if method == 'weight_decay':
         E = (1 - lam) * E  # whatever the learning rate is, Eq. 2
     if method == 'adamw_decay':
         E = (1 - lr * lam) * E
-    E = E - lr * m / (v.sqrt() + eps)
+    E = E - lr * m_hat / (v_hat.sqrt() + eps)
     if method == 'mu_centering':
         E = E - E.mean(dim=0)  # e*_i = e_i - mu, Eq. 9
     return E
@@ -324,9 +330,13 @@ def test_step_equation(method, tying):
     for t, _ in enumerate(steps, 1):
         for p, gradient in gradients.items():
             m, v = moments[p]
-            m, v = moments[p] = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient ** 2
-            m, v = m / (1 - 0.9 ** t), v / (1 - 0.95 ** t)
-            expected[p] = equations_step(method if p is gpt.E else 'baseline', expected[p], m, v, 0.01, 0.3)
+            m = 0.9 * m + 0.1 * gradient
+            v = 0.95 * v + 0.05 * gradient ** 2
+            moments[p] = (m, v)
+            m_hat = m / (1 - 0.9 ** t)
+            v_hat = v / (1 - 0.95 ** t)
+            own_method = method if p is gpt.E else 'baseline'
+            expected[p] = equations_step(own_method, expected[p], m_hat, v_hat, lr=0.01, lam=0.3)
             close(p.detach(), expected[p], rtol=1e-10, atol=1e-12)
 
 
@@ -365,7 +375,10 @@ def test_minima_of_z_loss(V):
 
 
 def force(method, h, E, without):
-    """What `method` does to E (V, H): its step, or the descent that config `without` lacks."""
+    """
+    What `method` does to E (V, H): its own step, or minus the gradient of what it adds to the objective of
+    config `without`.
+    """
     if method in ('weight_decay', 'mu_centering'):
         gpt = tiny_gpt(method)
         gpt.E.data = E.clone()
@@ -374,9 +387,9 @@ def force(method, h, E, without):
     E = E.clone().requires_grad_()
     targets = torch.zeros(len(h), dtype=torch.int64)
     cap = 3.0 if method == 'soft_capping' else None
-    whole, rest = (objective(h, E, targets, config)[0]
-                 for config in (config_64(method, lam=1.0, cap=cap), without))
-    return -torch.autograd.grad(whole - rest, E)[0]
+    with_method, _ = objective(h, E, targets, config_64(method, lam=1.0, cap=cap))
+    without_method, _ = objective(h, E, targets, without)
+    return -torch.autograd.grad(with_method - without_method, E)[0]
 
 
 @pytest.mark.parametrize('method, intervention, symmetry, suppression', [

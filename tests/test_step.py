@@ -136,7 +136,7 @@ def test_fingerprint(tmp_path):
         tokens[i] ^= 1
     assert fingerprints(n - 1)[0] != before[0]
     tokens[18_750:20_000] = 0  # as where a copy was cut short
-    refused(lambda: fingerprints(20_000), path, 'zeros after token 18750')
+    refused(lambda: fingerprints(20_000), path, 'zeros at token 18750')
 
 
 def test_record_code(tmp_path, monkeypatch):

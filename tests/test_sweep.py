@@ -248,7 +248,7 @@ def test_signals(runs, number):
     if out.name == 'r2': os.kill(os.getppid(), {number})
     time.sleep(100)'''
     status, printed, analysed = runs.call('--jobs=2', act=act)
-    assert status == 128 + number and 'same command goes on' in printed[-1] and not analysed
+    assert status == 128 + number and 'same command resumes' in printed[-1] and not analysed
     assert [name for _, name, *_ in runs.notes('end')] == ['r0']
     for _, _, pid, _ in runs.notes('start'):
         with pytest.raises(ProcessLookupError):

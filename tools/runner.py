@@ -5,8 +5,8 @@ Trains a list of runs, then measures and draws them with analyze.py:
     python -m tools.runner --check <runs.txt   # only refuses what could not run, and says how many are done
     python -m tools.runner --jobs=2 <runs.txt
 
-A line of the list is a command with train.py in it, and all of them have an --out=FOLDER/NAME of their own in
-one FOLDER. What train.py or analyze.py would refuse is refused before the first run. The same list again
+Each line of the list is a command that contains train.py. Each has its own --out=FOLDER/NAME, all in the same
+FOLDER. What train.py or analyze.py would refuse is refused before the first run. The same list again
 skips the runs that are done and resumes the others. The output of a run is appended to FOLDER/logs/NAME.log.
 """
 import argparse
@@ -48,11 +48,11 @@ def read_run(line, fingerprints, gpus_elsewhere):
     train.check('=' not in words[0], f'NAME=value before the command, which only a shell understands: {line}')
     train.check(not any('$' in word for word in words), f'$ without a variable of this name: {line}')
 
-    start = words.index('train.py')
-    settings = train.parser.parse_args(words[start + 1:])
+    i = words.index('train.py')
+    settings = train.parser.parse_args(words[i + 1:])
     if gpus_elsewhere and settings.device is None:
         settings.device = 'cuda'
-    train.resolve_args(settings, read_launcher(words[:start]))
+    train.resolve_args(settings, read_launcher(words[:i]))
     if settings.device == 'cuda' and not gpus_elsewhere:
         train.check(settings.processes <= torch.cuda.device_count(), f'too few GPUs: {line}')
 
@@ -124,8 +124,9 @@ def start(run, running, gpus, folder):
     if run.settings.device == 'cuda':
         run.gpus = sorted(gpus, key=used.count)[:run.settings.processes]
 
-    path = os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']  # this python, and its torchrun
-    env = {**os.environ, 'PATH': path, 'CUDA_VISIBLE_DEVICES': ','.join(run.gpus)}
+    # this python, and its torchrun
+    search_path = os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH']
+    env = {**os.environ, 'PATH': search_path, 'CUDA_VISIBLE_DEVICES': ','.join(run.gpus)}
     run.log = folder / 'logs' / f'{run.out.name}.log'
     with open(run.log, 'ab') as log:
         run.process = subprocess.Popen(run.words, env=env, stdout=log, stderr=log,
@@ -194,7 +195,8 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--jobs', type=int, default=1, help='how many runs go at once; they may share a GPU')
     parser.add_argument('--check', action='store_true',
-                        help='start nothing; a run without --device=cpu is taken to get its GPUs elsewhere')
+                        help='start nothing; a run without --device=cpu is taken to get its GPUs elsewhere, '
+                             'with units for BF16: for older ones, give --dtype')
     args = parser.parse_args(argv)
     train.check(args.jobs > 0, f'--jobs={args.jobs} should be positive')
 
@@ -209,15 +211,15 @@ def main(argv=None):
     (folder / 'logs').mkdir(parents=True, exist_ok=True)
     signals = run_all(todo, args.jobs, folder)
     if signals:
-        train.say('stopped; the same command goes on')
-        sys.exit(128 + signals[0])  # as a shell says what a signal has ended
+        train.say('stopped; the same command resumes the runs')
+        sys.exit(128 + signals[0])  # a shell's status for a command that a signal ended
 
     not_done = [run.out.name for run in todo if not (run.out / 'result.json').exists()]
-    n_done = len(todo) - len(not_done)
-    train.say(f'all runs have ended, {n_done} of {len(todo)} are done; the models are measured now')
+    n_done = len(runs) - len(not_done)
+    train.say(f'{n_done} of {len(runs)} runs are done; the models are measured now')
     analyze.main([str(folder)])
     if not_done:
-        sys.exit(f'not done, see {folder}/logs; the same command goes on: {" ".join(not_done)}')
+        sys.exit(f'not done, see {folder}/logs; the same command resumes them: {" ".join(not_done)}')
 
 
 if __name__ == '__main__':

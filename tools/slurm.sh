@@ -22,7 +22,7 @@ if [ -z "$command" ] || [ "${command:0:1}" = '#' ]; then
   exit
 fi
 
-# With --nodes=2 --ntasks-per-node=1 a run is on two nodes, with a torchrun on each
+# With --nodes=2 --ntasks-per-node=1 each run spans two nodes, with one torchrun on each
 if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
   head=$(scontrol show hostnames | head -n 1)
   nodes="--nnodes=$SLURM_NTASKS --rdzv_backend=c10d --rdzv_endpoint=$head:29500 --rdzv_id=$task"
