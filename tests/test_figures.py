@@ -1,4 +1,5 @@
 """The paper's figures and tables of runs, of a made-up sweep, and checkpoints of small runs, by hand."""
+import base64
 import itertools
 import math
 import re
@@ -47,7 +48,7 @@ def made_up_runs():
     for size, tied, method, lr, seed in itertools.product(SIZES, (0, 1), LAMS, RATES, SEEDS):
         for lam in LAMS[method]:
             rows.append(dict(
-                run=f'run {len(rows)}', method=method, size=size, n_params=SIZES[size], weight_tying=tied,
+                run=str(len(rows)), method=method, size=size, n_params=SIZES[size], weight_tying=tied,
                 lam=lam, lr=lr, seed=seed, steps=100_000, init_loss=10.83, device='a card',
                 test_loss=loss_of(method, lam, size, lr, seed), train_seconds=seconds_of(method, size, seed),
                 mu_norm=100 * lr, logit_mean=90 * lr, logit_std=2 + lr, logit_absmax=9 + lr,
@@ -206,6 +207,8 @@ def test_a_complete_sweep(complete):
     page = (folder / 'report.html').read_text()
     shown = [*re.findall(r'<h2>(.*?)</h2>', page)]
     assert len(shown) == page.count('<table') + len(figures)
+    images = [base64.b64decode(text) for text in re.findall('base64,(.*?)"', page)]
+    assert sorted(images) == sorted(path.read_bytes() for path in (folder / 'figures').glob('*.png'))
     lrs = 'Learning rate sensitivity (LRS), {}, of {} for several λ'
     methods = ['Learning rate sensitivity (LRS), {}', 'Test loss against learning rate, {}',
                'Learning rate sensitivity against size, {}',
@@ -239,11 +242,15 @@ def test_loss_against_lr(complete, drawn):
                     points[lr, round(mean, 6)] = looks(variant) if behind else '#ffffff'
                     bars.add((lr, *(round(loss_of(*run, size, lr, seed), 6) for seed in SEEDS)))
             assert lines_on(ax) == lines and points_on(ax) == points and bars_on(ax) == bars
+        legend = [text.get_text() for text in figures[f'loss_{word}'].legends[0].get_texts()]
+        assert legend == [*DEFAULTS, *SIZES, 'over 1% above the lowest', 'within 1% of it']
         low, high = zooms[0].get_xlim()
         assert RATES[-3] < low < RATES[-2] and RATES[-1] < high
 
     few = [row for row in made_up_runs() if row['size'] == '16M' and row['method'] == 'baseline']
     assert len(drawn(results=few)['loss_tied'].axes) == 2
+    dead = drawn(results=[{**row, 'test_loss': 10.83} for row in few])['loss_tied'].axes[0]
+    assert {*points_on(dead)} == {(lr, 10.83) for lr in RATES}
     two_rates = drawn(results=[row for row in few if row['lr'] > 0.05])
     assert len(two_rates['loss_tied'].axes) == 1  # without a zoom
     assert 'loss_tied' not in drawn(results=[row for row in few if row['lr'] == 0.3])
@@ -444,6 +451,14 @@ def test_overhead(complete, tmp_path):
     for another in ({'device': 'another'}, {'processes': 4}):
         assert cells({'train_seconds': 1, **another}) == ['7.9%', '0.4%']
 
+    rows = [{**row, 'steps': 1000} for row in some_runs() if row['lam'] != 100 and row['size'] == '16M']
+    for change, named in (({'processes': 4}, ' x 4'), ({'beta2': 0.9}, ', beta2 0.9'),
+                          ({'logits_dtype': 'float32'}, ', fp32 logits')):  # of both methods: a line more
+        changed = [{**row, **change} if row['seed'] == 2 else row for row in rows]
+        table = tables_of(changed, tmp_path)['Additional training time ΔT, untied']
+        assert [line['runs'] for line in table] == [
+            '1,000 steps, a card', f'1,000 steps, a card{named}', "the paper's"]
+
 
 def test_training_curves(complete):
     """The val losses are points on the curves of the training loss."""
@@ -534,6 +549,8 @@ def test_checkpoints(trained, corpus, tmp_path, monkeypatch, capsys):
             rows = found.loc[str(folder)]
             assert line.get_xdata().tolist() == rows.step.tolist() and line.get_marker() == 'o'
             assert line.get_ydata() == pytest.approx(rows[column])
+    logged = {line.get_label() for line in figures['training_tiny_untied_lr0.3'].axes[0].lines}
+    assert {'baseline', 'stopped, not finished'} <= logged
     again = figures_of([f'--results={tmp_path}/out/results.csv', f'--out={tmp_path}/again'])
     assert name in again and len(again[name].axes) == 6
 
