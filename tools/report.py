@@ -212,7 +212,9 @@ def seed_table(runs):
     pairs['gap'] = pairs.capped_loss - pairs.capped_loss_of_baseline
     cells = {}
     for (size, tying, lr, variant), gaps in pairs.groupby([*PLACE, 'variant'], sort=False).gap:
-        if gaps.count() > 1:
+        if len(gaps) > 1 and gaps.isna().any():  # not finite, without an initial loss that it counts as
+            cells[size, TYING[tying], f'{lr:g}', variant] = 'nan'
+        elif len(gaps) > 1:
             numbers = [round(x, 3) + 0.0 for x in (gaps.mean(), gaps.min(), gaps.max())]  # never -0.000
             cells[size, TYING[tying], f'{lr:g}', variant] = '{:+.3f} [{:+.3f}, {:+.3f}]'.format(*numbers)
     if not cells:
