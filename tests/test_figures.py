@@ -369,6 +369,13 @@ def test_distributions(complete, drawn):
     rows = [row for row in some_runs() if row['size'] == '16M']
     others = [row for row in rows if row['method'] != 'baseline']
     assert 'r_emb_tied' in drawn(results=rows, distributions=made_up_distributions(rows))
+    broken = [{**row, 'test_loss': 'nan'} if row['lr'] == 0.3 else row for row in rows]
+    second = [{**row, 'run': f'{row["run"]}b', 'beta2': 0.9, 'lr': row['lr'] / 2} for row in rows
+              if row['method'] == 'baseline']
+    both = drawn(results=broken + second, distributions=made_up_distributions(rows + second))
+    assert {lr for lr, *_ in bars_on(both['r_emb_tied'].axes[0])} == {*RATES[:-1]}  # finite, first variant
+    assert 'r_emb_beta2_0.9_tied' in drawn(
+        results=others + second, distributions=made_up_distributions(second))
     for without in ({'results': rows}, {'results': others, 'distributions': made_up_distributions(rows)}):
         assert not {'r_emb_tied', 'r_cos_tied'} & {*drawn(**without)}
 
@@ -449,6 +456,7 @@ def test_overhead(complete, tmp_path):
     assert cells({}) == ['8.0%', '0.4%']
     assert cells({'train_seconds': 2000}) == []  # the times are too far apart
     assert cells({'train_seconds': ''}) == ['7.9%', '0.4%']  # of the other seed
+    assert cells({'train_seconds': 2000, 'test_loss': 'nan'}) == ['7.9%', '0.4%']
     for another in ({'device': 'another'}, {'processes': 4}):
         assert cells({'train_seconds': 1, **another}) == ['7.9%', '0.4%']
 
@@ -459,6 +467,8 @@ def test_overhead(complete, tmp_path):
         table = tables_of(changed, tmp_path)['Additional training time ΔT, untied']
         assert [line['runs'] for line in table] == [
             '1,000 steps, a card', f'1,000 steps, a card{named}', "the paper's"]
+    alone = [row for row in rows if row['method'] == 'baseline' or (row['lr'], row['seed']) == (0.3, 1)]
+    assert 'Additional training time ΔT, untied' not in tables_of(alone, tmp_path)  # one run of μ-loss
 
 
 def test_training_curves(complete):
