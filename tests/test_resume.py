@@ -405,6 +405,34 @@ def test_noise_in_a_batch(trained, monkeypatch):
     assert events.index(('batch', 7)) > events.index(('save', 6))
 
 
+def test_state_added_too_late(trained, monkeypatch, tmp_path, capsys):
+    """An EMA that is saved, but not loaded, would begin anew: refused. --init_from says that it leaves it."""
+    def save_checkpoint(state, *more, save_checkpoint=train.save_checkpoint):
+        state['ema'] = torch.nn.Linear(1, 1)
+        save_checkpoint(state, *more)
+    monkeypatch.setattr(train, 'save_checkpoint', save_checkpoint)
+    refused(lambda: whole_and_resumed(trained, monkeypatch), 'resumed/ckpt.pt', 'ema')
+    trained('other', '--steps=12', f'--init_from={tmp_path}/whole/model_9.pt')
+    assert 'model_9.pt also has ema, ' in capsys.readouterr().out
+
+
+def test_draws_in_the_final_test(trained, monkeypatch):
+    """A run that was killed between its last checkpoint and its test draws there what a whole run draws."""
+    killed = [False, True, False]  # in the tests of these runs
+
+    def evaluate(model, windows, n_tokens, args, evaluate=train.evaluate):
+        if n_tokens == args.test_tokens and killed.pop(0):
+            raise InterruptedError
+        return evaluate(model, windows, n_tokens, args) + torch.rand(()).item()
+    monkeypatch.setattr(train, 'evaluate', evaluate)
+    flags = '--steps=2', '--keep_every=2'
+    whole = trained('whole', *flags)
+    with pytest.raises(InterruptedError) as caught:
+        trained('resumed', *flags)
+    traceback.clear_frames(caught.tb)
+    assert_same(state_of(trained('resumed', *flags)), state_of(whole))
+
+
 def test_another_micro_batch_size(trained, monkeypatch, capsys):
     """A resume says so: dropout would draw other numbers, and experts see other sequences together."""
     flags = '--steps=2', '--micro_batch_size=4'

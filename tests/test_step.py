@@ -1,5 +1,6 @@
 """What a run computes: defaults, data, batch order, the step, and all of a run written out."""
 import math
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -50,8 +51,9 @@ def test_seed_of_a_step(monkeypatch):
     for rank, step, seed in ((0, 1, 1), (0, 1, 1), (0, 2, 1), (1, 1, 1), (0, 1, 2), (0, 1, 2**32 - 1)):
         monkeypatch.setattr(train, 'RANK', rank)
         train.seed_step(step, train.parser.parse_args([f'--seed={seed}']))
-        drawn.append(torch.rand(()).item())
-    assert drawn[0] == drawn[1] and len({*drawn}) == 5
+        drawn.append((torch.rand(()).item(), np.random.rand(), random.random()))
+    assert drawn[0] == drawn[1]
+    assert all(len({*of_one_generator}) == 5 for of_one_generator in zip(*drawn, strict=True))
 
 
 def test_what_a_fork_finds_in_a_step():
