@@ -1057,6 +1057,15 @@ def what_was_run(runs):
         maybe_unknown = column == 'seed' and values == ['0']  # fill_in writes 0 for an unknown seed
         if values and not maybe_unknown:
             parts.append(f'{column}: {", ".join(values)}.')
+
+    # other flags that are not the defaults, such as a fork's, unless the runs' names tell them
+    all_runs = runs.to_dict('records')
+    for flag in runs.columns.intersection(IN_NAMES, sort=False).difference([*DESCRIBED, *named_flags(runs)]):
+        defaults = [defaults_of(run)[flag] for run in all_runs]
+        values = [as_text(run[flag]) or default for run, default in zip(all_runs, defaults, strict=True)]
+        if values != defaults:
+            parts.append(f'{flag}: {", ".join(dict.fromkeys(values))}.')
+
     if (runs.final_gain == 0).any():
         parts.append('With final_gain 0 the last LayerNorm has no gain, on purpose: the small model of the '
                      'demo then blows up by itself, and with a gain it does not (results/natural).')
