@@ -342,6 +342,18 @@ def test_schedule_of_ones_own(trained, monkeypatch):
     assert logged == pytest.approx([rates(step) * 0.5 ** ((step - 1) // 3) for step in range(1, 10)])
 
 
+def test_scheduler_of_pytorch(trained, monkeypatch):
+    """What it does to the rates after a step has no effect, and the log does not say that it had one."""
+    made = with_optimizer(monkeypatch, lambda model, args: torch.optim.AdamW(model.parameters(), lr=args.lr))
+
+    def max_of_ranks(value, max_of_ranks=train.max_of_ranks):  # which `run` calls after train_step
+        made[-1].param_groups[0]['lr'] = 7.0
+        return max_of_ranks(value)
+    monkeypatch.setattr(train, 'max_of_ranks', max_of_ranks)
+    logged = [line['lr'] for line in log_of(trained('run', '--steps=9', '--lr=1e-2')) if 'lr' in line]
+    assert logged == pytest.approx([rates(step) for step in range(1, 10)])
+
+
 def test_two_optimizers(trained, monkeypatch):
     """Each one follows the schedule, before and after it resumes, and takes over another run's moments."""
     made = with_optimizer(monkeypatch, TwoOptimizers)
