@@ -5,6 +5,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
+import analyze
+from tools import report
+
 HERE = Path(__file__).parent
 METHODS = {  # of the grids, in the paper's order
     'baseline': 'baseline',
@@ -153,6 +156,17 @@ def takes_table():
     return markdown(lines, header)
 
 
+def quick_lrs_table():
+    """LRS of the untied runs of `quick`, by analyze.py's function, as the paper's tables have it."""
+    runs, _ = analyze.read_runs(HERE / 'quick/results.csv')
+    runs = runs[runs.weight_tying == 0]
+    own_lam = (runs.method != 'mu_loss') | (runs.lam == 0.1)
+    own_lam &= (runs.method != 'z_loss') | (runs.lam == 1e-4)
+    lrs, _ = analyze.learning_rate_sensitivity(runs[own_lam])
+    lines = [[row.variant, report.lrs_cell(row)] for row in lrs.itertuples()]
+    return markdown(lines, ['', 'LRS'])
+
+
 def lam_table():
     """The test loss with each λ of Table 4, at the rates that `quick` has them at. One seed."""
     rows = read('quick')
@@ -161,8 +175,9 @@ def lam_table():
     lines = []
     for method, name in (('z_loss', 'z-loss'), ('mu_loss', 'μ-loss')):
         for lam in (1e-7, 1e-4, 0.1, 100):
-            own = rows[(rows.method == method) & (rows.lam == lam)].set_index('lr')
-            lines.append([f'{name}, λ = {lam:g}', *(f'{own.test_loss[rate]:.2f}' for rate in rates)])
+            own = rows[(rows.method == method) & (rows.lam == lam)]
+            cells = [by_seed(own[own.lr == rate], 'test_loss', 2) for rate in rates]
+            lines.append([f'{name}, λ = {lam:g}', *cells])
     return markdown(lines, ['learning rate', *(f'{rate:g}' for rate in rates)])
 
 
@@ -212,6 +227,7 @@ TABLES = {
     'rare': rare_table,
     'unused': unused_table,
     'takes': takes_table,
+    'quick_lrs': quick_lrs_table,
     'lam': lam_table,
     'authors': authors_table,
 }
