@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from conftest import ROOT
-from results.natural.page import read_grid, with_tables
+from results.natural.page import read, read_grid, with_tables
 
 
 def read_page(path):
@@ -15,6 +15,93 @@ def read_page(path):
 def test_natural():
     page = read_page('results/natural/README.md')
     assert page == with_tables(page)
+
+
+def assert_says(pattern, values, digits):
+    """The groups of the pattern, in results/natural, are these values."""
+    page = read_page('results/natural/README.md')
+    found = re.search(pattern, ' '.join(page.split()))
+    assert found, pattern
+    assert [*found.groups()] == [f'{value:,.{digits}f}' for value in values]
+
+
+def extrema(values):
+    return [values.min(), values.max()]
+
+
+def test_sentences_on_rounding_at_evaluation():
+    rows = read('grid', 'evaluation')
+    rows = rows[rows.run.str.contains('baseline-lr0.3') & (rows.seed == 1) & (rows.step == 100_000)]
+    rows = rows.set_index('arm')
+    bf16, fp32 = rows.test_loss_bfloat16, rows.test_loss_float32
+    gap = bf16[''] - fp32['fp32 logits']
+    rounding = bf16[''] - fp32['']
+    assert_says(r'Of the (\S+) nats by which .*?, (\S+) are .*?, and (\S+) are',
+                [gap, rounding, gap - rounding], 2)
+
+
+def test_sentences_on_seven_rates():
+    """Losses minus those of the baseline of the same seed, or at 1 of the one with fp32 logits."""
+    runs = read_grid('quick')
+    runs = runs[(runs.weight_tying == 0) & ((runs.method != 'mu_loss') | (runs.lam == 0.1))]
+    runs = runs[(runs.method != 'z_loss') | (runs.lam == 1e-4)]
+    losses = runs.pivot(index=['lr', 'seed'], columns='name', values='test_loss')
+
+    above = losses.sub(losses.baseline, axis=0).drop(1, level='lr')
+    decay = above['weight decay'].loc[[0.001, 0.003]]
+    assert_says(r'Weight decay costs (\S+) at 0.001 and (\S+) at 0.003', decay.groupby('lr').mean(), 2)
+    assert decay.groupby('lr').std().max() < 0.001
+    above.loc[[0.001, 0.003], 'weight decay'] = 0
+    assert_says(r'no run is more than (\S+) from', [above.abs().max().max()], 2)
+
+    curves = read('quick', 'curves')
+    curves = curves[curves.run.isin(runs.run[runs.lr == 1]) & (curves.step > 0)]
+    highest = curves.groupby('run').loss.max()
+    assert_says(r'training loss rises to (\S+) to (\S+) at', extrema(highest), 0)
+    above = losses.loc[1].sub(losses.loc[1]['baseline, fp32 logits'], axis=0)
+    assert above[['z-loss', 'μ-loss, λ = 0.1', 'μ-centering']].abs().max().max() < 0.2
+    worse = above[['baseline', 'weight decay', 'soft-capping']].stack()
+    assert_says(r'soft-capping end (\S+) to (\S+) above', extrema(worse), 1)
+    capped = runs[(runs.method == 'soft_capping') & (runs.lr == 1)]
+    assert capped.logit_absmax.min() > 29.99
+
+
+def test_sentences_on_the_cause():
+    runs = read('cause').set_index(['arm', 'seed'])
+    loss = runs.test_loss
+    assert_says(r'mean logit rises to (\S+) to (\S+) as well', extrema(runs.logit_mean['fp32 logits']), 0)
+    gaps = loss['BF16 logits'] - loss['fp32 logits']
+    assert_says(r'but the test loss is (\S+) to (\S+) nats lower', extrema(gaps), 1)
+    other = loss[['exact gradient', 'gradient at a random scale']]
+    assert_says(r'in each step, end at (\S+) to ([\d.]+\d)', extrema(other), 1)
+    assert_says(r'‖μ‖ grows to (\S+) to (\S+),', extrema(runs.mu_norm['with a gain']), 0)
+
+
+def test_sentences_on_rare_rows():
+    runs = read('rare')
+    of_bytes = runs[runs.run.str.startswith('bytes')].set_index(['arm', 'seed'])
+    mean = of_bytes.logit_mean_f
+    assert_says(r'by frequency is (\S+) to (\S+), where the baseline has (\S+) to ([\d,]+\d)',
+                [*extrema(mean['μ-centering']), *extrema(mean['baseline'])], 0)
+    below = of_bytes.test_loss['fp32 logits'] - of_bytes.test_loss
+    frequency = below['centered by frequency']
+    assert_says(r'ends (\S+) below to (\S+) above fp32 logits, and z-loss (\S+) to (\S+) below',
+                [frequency.max(), -frequency.min(), *extrema(below['z-loss'])], 2)
+
+    rest = runs[~runs.run.str.startswith('bytes')]
+    mean = rest.pivot(index='vocab_size', columns='arm', values='logit_mean_f')
+    unused = 1 - 64 / mean.index
+    less = unused - mean['μ-centering'] / mean.baseline
+    assert_says(r'It leaves (\S+) to (\S+) less', extrema(less[unused < 0.8]), 2)
+
+    authors = pd.read_csv(f'{ROOT}/results/authors/results.csv')
+    authors = authors[(authors.weight_tying == 0) & (authors.lr >= 0.1)]
+    baseline = authors[authors.method == 'baseline'].logit_std
+    weak = authors[(authors.method == 'mu_loss') & (authors.lam == 1e-7)]
+    weak = weak[weak.logit_std > baseline.max()]
+    assert weak['size'].nunique() == 4
+    assert_says(r'μ-loss has (\S+) to (\S+) in four .*? where the baseline has (\S+) to ([\d.]+\d)',
+                [*extrema(weak.logit_std), *extrema(baseline)], 1)
 
 
 def test_natural_in_readme():
