@@ -1229,8 +1229,8 @@ def write_figures(figures, folder):
     """Writes figures into a folder, and takes away there what an earlier analysis drew."""
     folder.mkdir(exist_ok=True)
     for path in folder.glob('*.png'):
-        written_by = f'Software\0{report.SOFTWARE}'  # PNG metadata: key, zero byte, value
-        if written_by.encode() in path.read_bytes():
+        signed = f'Software\0{report.signature(path.stem)}'  # PNG metadata: key, zero byte, value
+        if signed.encode() in path.read_bytes():
             path.unlink()
     for figure in figures:
         save(figure['png'], f'{folder}/{figure["name"]}.png')

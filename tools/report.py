@@ -317,7 +317,6 @@ FIGURES = {  # title, caption
     'training': ('Training curves', (
         'As logged, at most 1,000 lines of a log. Points: val losses. The first lines are widest, so that '
         'they are seen under others. A line at the edge of a panel lies beyond it.'))}
-SOFTWARE = 'analyze.py'  # what the figures say of themselves
 
 plt.switch_backend('agg')  # files alone, no windows
 plt.rcParams.update({
@@ -486,16 +485,21 @@ def panels(n, n_columns, **more):
     return figure, axes.flat[:n], n_rows
 
 
+def signature(file_name):
+    """What a figure's file says of itself: a copy that a user has renamed is not signed."""
+    return f'analyze.py {ascii(file_name)}'
+
+
 def to_png(name, subtitle, figure, section='others'):
     """A figure -> a dict of its name, title, caption, section and the bytes of a png file; closes it."""
-    figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
-    png = io.BytesIO()
-    figure.savefig(png, format='png', bbox_inches='tight',  # or a wide legend would be cut off
-                   metadata={'Software': SOFTWARE})
-    plt.close(figure)
     title, caption = FIGURES[name]
     # a variant may have what no file name should, as in init_from a/model.pt
     file_name = name + '_' + re.sub(r'[^\w.-]+', '_', subtitle.replace('η = ', 'lr'))
+    figure.set_layout_engine('constrained', w_pad=0.08, h_pad=0.06)
+    png = io.BytesIO()
+    figure.savefig(png, format='png', bbox_inches='tight',  # or a wide legend would be cut off
+                   metadata={'Software': signature(file_name)})
+    plt.close(figure)
     return dict(name=file_name, title=f'{title}, {subtitle}', caption=caption, section=section,
                 png=png.getvalue())
 
