@@ -66,6 +66,15 @@ def test_sentences_on_seven_rates():
     assert capped.logit_absmax.min() > 29.99
 
 
+def test_sentences_on_tied_runs():
+    runs = read_grid('quick')
+    losses = runs[runs.weight_tying == 1].pivot(index='lr', columns='name', values='test_loss')
+    above = losses.sub(losses.baseline, axis=0)
+    assert_says(r'0.01 μ-centering ends (\S+) to (\S+) above', extrema(above['μ-centering'].loc[0.001:0.01]), 2)
+    below = -above.loc[1, ['z-loss', 'μ-loss, λ = 0.1', 'μ-centering']]
+    assert_says(r'and both cures end (\S+) to (\S+) below', extrema(below), 1)
+
+
 def test_sentences_on_the_cause():
     runs = read('cause').set_index(['arm', 'seed'])
     loss = runs.test_loss

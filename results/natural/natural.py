@@ -273,7 +273,8 @@ def list_runs():
         add_fp32_baselines('quick', **QUICK, SEEDS=str(seed))
     add_sweep('quick', **QUICK, TYING='tied')
     large = {**QUICK, 'LRS': '1e-1 3e-1 1'}
-    add_sweep('quick', **large, METHODS='z_loss mu_loss', LAMS='1e-7 1e-4 1e-1 1e2')
+    add_sweep('quick', **large, METHODS='z_loss', LAMS='1e-7 1e-1 1e2')
+    add_sweep('quick', **large, METHODS='mu_loss', LAMS='1e-7 1e-4 1e2')
 
     # the cause at the paper's rate and steps
     for arm, flags in CAUSES.items():
