@@ -70,7 +70,8 @@ def test_sentences_on_tied_runs():
     runs = read_grid('quick')
     losses = runs[runs.weight_tying == 1].pivot(index='lr', columns='name', values='test_loss')
     above = losses.sub(losses.baseline, axis=0)
-    assert_says(r'0.01 μ-centering ends (\S+) to (\S+) above', extrema(above['μ-centering'].loc[0.001:0.01]), 2)
+    small = above['μ-centering'].loc[0.001:0.01]
+    assert_says(r'0.01 μ-centering ends (\S+) to (\S+) above', extrema(small), 2)
     below = -above.loc[1, ['z-loss', 'μ-loss, λ = 0.1', 'μ-centering']]
     assert_says(r'and both cures end (\S+) to (\S+) below', extrema(below), 1)
 
