@@ -35,9 +35,15 @@ def test_sentences_on_rounding_at_evaluation():
     rows = rows.set_index('arm')
     bf16, fp32 = rows.test_loss_bfloat16, rows.test_loss_float32
     gap = bf16[''] - fp32['fp32 logits']
-    rounding = bf16[''] - fp32['']
-    assert_says(r'Of the (\S+) nats by which .*?, (\S+) are .*?, and (\S+) are',
-                [gap, rounding, gap - rounding], 2)
+    own = bf16[''] - fp32['']
+    twins = bf16['fp32 logits'] - fp32['fp32 logits']
+    assert_says(r'ends (\S+) nats above its twin\. .*? weights end (\S+) lower, which is (\S+) above the '
+                r'twin\. .*?, lose (\S+), and end (\S+) below the baseline\.',
+                [gap, own, gap - own, twins, gap - twins], 2)
+    runs = read_grid('grid')
+    loss = runs[(runs.lr == 0.3) & (runs.seed == 1)].set_index('name').test_loss
+    above = loss['baseline, fp32 logits'] - loss[['μ-loss, λ = 0.1', 'μ-centering']]
+    assert_says(r'still ends (\S+) to (\S+) above the two cures', extrema(above), 2)
 
 
 def test_sentences_on_seven_rates():
@@ -52,12 +58,12 @@ def test_sentences_on_seven_rates():
     assert_says(r'Weight decay costs (\S+) at 0.001 and (\S+) at 0.003', decay.groupby('lr').mean(), 2)
     assert decay.groupby('lr').std().max() < 0.001
     above.loc[[0.001, 0.003], 'weight decay'] = 0
-    assert_says(r'no run is more than (\S+) from', [above.abs().max().max()], 2)
+    assert_says(r'no run of this table is more than (\S+) from', [above.abs().max().max()], 2)
 
     curves = read('quick', 'curves')
     curves = curves[curves.run.isin(runs.run[runs.lr == 1]) & (curves.step > 0)]
     highest = curves.groupby('run').loss.max()
-    assert_says(r'training loss rises to (\S+) to (\S+) at', extrema(highest), 0)
+    assert_says(r'training loss rises to (\S+) to (\S+) with', extrema(highest), 0)
     above = losses.loc[1].sub(losses.loc[1]['baseline, fp32 logits'], axis=0)
     assert above[['z-loss', 'μ-loss, λ = 0.1', 'μ-centering']].abs().max().max() < 0.2
     worse = above[['baseline', 'weight decay', 'soft-capping']].stack()
@@ -84,7 +90,12 @@ def test_sentences_on_the_cause():
     assert_says(r'but the test loss is (\S+) to (\S+) nats lower', extrema(gaps), 1)
     other = loss[['exact gradient', 'gradient at a random scale']]
     assert_says(r'in each step, end at (\S+) to ([\d.]+\d)', extrema(other), 1)
-    assert_says(r'‖μ‖ grows to (\S+) to (\S+),', extrema(runs.mu_norm['with a gain']), 0)
+    with_gain = runs.loc['with a gain']
+    assert_says(r'shrinks the mean ‖h‖ from 9.8 to (\S+) to (\S+),', extrema(with_gain.h_norm), 2)
+    assert_says(r'‖μ‖ grows to (\S+) to (\S+);', extrema(with_gain.mu_norm), 0)
+    curves = read('cause', 'curves')
+    largest = curves[curves.arm == 'with a gain'].groupby('seed').logit_mean.max()
+    assert_says(r'it reached (\S+) and (\S+) in seeds 1 and 3', largest[[1, 3]], 1)
 
 
 def test_sentences_on_rare_rows():
@@ -97,6 +108,13 @@ def test_sentences_on_rare_rows():
     frequency = below['centered by frequency']
     assert_says(r'ends (\S+) below to (\S+) above fp32 logits, and z-loss (\S+) to (\S+) below',
                 [frequency.max(), -frequency.min(), *extrema(below['z-loss'])], 2)
+
+    rounding = of_bytes.test_loss_bfloat16 - of_bytes.test_loss_float32
+    assert_says(r'rounding at evaluation costs (\S+) to (\S+) nats', extrema(rounding['μ-centering']), 2)
+    assert of_bytes.logit_mean['μ-centering'].abs().max() < 0.5
+    assert_says(r'it is -(\S+) to -(\S+), and rounding costs nothing',
+                extrema(-of_bytes.logit_mean['centered by frequency']), 0)
+    assert rounding['centered by frequency'].max() < 0.001
 
     rest = runs[~runs.run.str.startswith('bytes')]
     mean = rest.pivot(index='vocab_size', columns='arm', values='logit_mean_f')
