@@ -768,18 +768,20 @@ def marks_behind(runs):
 def lowest_losses(runs):
     """
     A row for each size and tying: its lowest mean test loss over the seeds that more than half of its
-    variants at their learning rates have, with the `variant` and the `lr`; the variants that lack one of
-    these seeds at a learning rate are `left_out`. `variant` is '' if no mean is finite, or no seed common.
+    variants at their learning rates have, with the `variant` and the `lr`. `left_out` are texts on the
+    variants that lack one of these seeds at a learning rate. `variant` is '' if no mean is finite, or if no
+    seed is common to most.
     """
     rows = []
     for (tying, size), part in runs.groupby(['weight_tying', 'size'], sort=False):
         seeds, means = means_over_same_seeds(part, ['variant', 'lr'])
         finite = {name: mean for name, mean in means.items() if not math.isnan(mean)}
         variant, lr = min(finite, key=finite.get, default=('', math.nan))
-        left_out = []
-        for name, _ in part.groupby(['variant', 'lr'], sort=False):
-            if name not in means and name[0] not in left_out:
-                left_out.append(name[0])
+        rates_left_out = {}
+        for other, rate in part.groupby(['variant', 'lr'], sort=False).groups:
+            if (other, rate) not in means:
+                rates_left_out.setdefault(other, []).append(f'{rate:g}')
+        left_out = [f'{other} at η = {" ".join(rates)}' for other, rates in rates_left_out.items()]
         rows.append({'size': size, 'weight_tying': tying, 'variant': variant, 'lr': lr,
                      'test_loss': finite.get((variant, lr)), 'seeds': len(seeds), 'left_out': left_out})
     return pd.DataFrame(rows)
@@ -1008,7 +1010,7 @@ def make_headlines(lrs_methods, lrs_lam, lowest):
             line = f'{where}: the lowest test loss is {best.test_loss:.4f}{over}'
             line += f', of {best.variant} at η = {best.lr:g}'
             if best.left_out:
-                line += f' (not compared, as they lack the seeds: {", ".join(best.left_out)})'
+                line += f' (not compared, as they lack a seed: {", ".join(best.left_out)})'
         elif best.seeds:
             line = f'{where}: no test loss is finite'
         else:
