@@ -6,6 +6,7 @@ import pandas as pd
 
 from conftest import ROOT
 from results.natural.page import read, read_grid, with_tables
+from tools import report
 
 
 def read_page(path):
@@ -161,3 +162,20 @@ def test_readme():
                 assert ('<u>' in cell) == (row.behind == 0)
                 checked += 1
     assert checked == 55
+
+
+def test_gains_in_readme():
+    """The test loss of the baseline minus that of each method, over the sizes."""
+    readme = read_page('README.md')
+    runs = pd.read_csv(f'{ROOT}/results/authors/results.csv')
+    runs = runs[runs.lam.isna() | (runs.lam == 1e-4)]  # the default λ
+    losses = runs.pivot(index=['weight_tying', 'lr', 'size'], columns='method', values='test_loss')
+    for tying, word in ((0, 'untied'), (1, 'tied')):
+        table = re.search(rf'\n{word}, gain at\|.*\n[-|]+\n((?:.+\n)+)', readme)
+        lines = dict(line.split('|', 1) for line in table[1].splitlines())
+        names = {name: method for method, name in report.NAMES.items() if name in lines}
+        assert names.keys() == lines.keys() and len(lines) == 5 - tying
+        for name, line in lines.items():
+            gains = (losses.baseline - losses[names[name]])[tying]
+            parts = [gains.loc[:0.01], gains[0.03], gains[0.1], gains[0.3]]
+            assert line.split('|') == [f'{part.min() + 0:.3f} to {part.max():.3f}' for part in parts]
