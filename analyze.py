@@ -1004,17 +1004,7 @@ def make_headlines(lrs_methods, lrs_lam, lowest):
     """
     lines = []
     for best in lowest.itertuples(index=False):
-        where = f'{best.size}, {report.TYING[best.weight_tying]}'
-        if best.variant:
-            over = f', a mean over {best.seeds} seeds' if best.seeds > 1 else ''
-            line = f'{where}: the lowest test loss is {best.test_loss:.4f}{over}'
-            line += f', of {best.variant} at η = {best.lr:g}'
-            if best.left_out:
-                line += f' (not compared, as they lack a seed: {", ".join(best.left_out)})'
-        elif best.seeds:
-            line = f'{where}: no test loss is finite'
-        else:
-            line = f'{where}: test losses are not compared, as no seed is common to most runs'
+        line = f'{best.size}, {report.TYING[best.weight_tying]}: {lowest_loss_in_words(best)}'
         in_row = (lrs_methods['size'] == best.size) & (lrs_methods.weight_tying == best.weight_tying)
         rows = lrs_methods[in_row]
         if report.has_lrs(rows):
@@ -1027,6 +1017,22 @@ def make_headlines(lrs_methods, lrs_lam, lowest):
             explained += f' {report.AT_DEFAULT}'
         lines.append(explained)
     return lines
+
+
+def lowest_loss_in_words(best):
+    """A row of lowest_losses -> the loss, of which variant, and what is not compared with it."""
+    if best.variant == '' and best.seeds == 0:
+        return 'test losses are not compared, as no seed is common to most runs'
+    if best.variant == '':
+        return 'no test loss is finite'
+
+    text = f'the lowest test loss is {best.test_loss:.4f}'
+    if best.seeds > 1:
+        text += f', a mean over {best.seeds} seeds'
+    text += f', of {best.variant} at η = {best.lr:g}'
+    if best.left_out:
+        text += f' (not compared, as they lack a seed: {", ".join(best.left_out)})'
+    return text
 
 
 def lrs_in_words(rows):
@@ -1060,18 +1066,32 @@ def what_was_run(runs):
         if values and not maybe_unknown:
             parts.append(f'{column}: {", ".join(values)}.')
 
-    # other flags that are not the defaults, such as a fork's, unless the runs' names tell them
-    all_runs = runs.to_dict('records')
-    for flag in runs.columns.intersection(IN_NAMES, sort=False).difference([*DESCRIBED, *named_flags(runs)]):
-        defaults = [defaults_of(run)[flag] for run in all_runs]
-        values = [as_text(run[flag]) or default for run, default in zip(all_runs, defaults, strict=True)]
-        if values != defaults:
-            parts.append(f'{flag}: {", ".join(dict.fromkeys(values))}.')
-
+    parts += other_flags(runs)
     if (runs.final_gain == 0).any():
         parts.append('With final_gain 0 the last LayerNorm has no gain, on purpose: the small model of the '
                      'demo then blows up by itself, and with a gain it does not (results/natural).')
     return ' '.join(parts)
+
+
+def other_flags(runs):
+    """Texts on flags that are not at their defaults, such as a fork's, and that no run's name tells."""
+    told = {*DESCRIBED, *named_flags(runs)}
+    texts = []
+    for flag in IN_NAMES:
+        if flag in told or flag not in runs:
+            continue
+        values = []
+        all_default = True
+        for run in runs.to_dict('records'):
+            default = defaults_of(run)[flag]
+            value = as_text(run[flag]) or default  # unknown counts as the default
+            if value not in values:
+                values.append(value)
+            if value != default:
+                all_default = False
+        if not all_default:
+            texts.append(f'{flag}: {", ".join(values)}.')
+    return texts
 
 
 def notes_on_too_few(runs):
@@ -1106,8 +1126,9 @@ def notes_on_largest_mean(runs):
         spread = 0.0 if math.isnan(run.logit_mean_spread) else run.logit_mean_spread
         cost = estimate_bf16_cost(run.logit_mean, spread)
         costs = 'should cost, by an estimate,'
-    note = (f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
-            f'{report.TYING[run.weight_tying]}, at η = {run.lr:g}. BF16 logits {costs} {cost:.2f} nats there')
+    note = f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
+    note += f'{report.TYING[run.weight_tying]}, at η = {run.lr:g}. '
+    note += f'BF16 logits {costs} {cost:.2f} nats there'
     if cost >= 0.01:
         note += '; center the head, or use mu_loss'
     return [f'{note}.']

@@ -83,6 +83,29 @@ def test_sentences_on_tied_runs():
     assert_says(r'and both cures end (\S+) to (\S+) below', extrema(below), 1)
 
 
+def test_sentences_on_lam_and_the_cap():
+    runs = read('quick')
+    runs = runs[(runs.seed == 1) & (runs.weight_tying == 0)]
+    z_loss = runs[runs.method == 'z_loss'].pivot(index='lr', columns='lam', values='test_loss').dropna()
+    assert_says(r'with 100 it ends (\S+) to (\S+) nats above', extrema(z_loss[100] - z_loss[1e-4]), 1)
+    weak = runs[(runs.method == 'mu_loss') & (runs.lam == 1e-4) & (runs.lr == 1)]
+    assert_says(r'the mean logit at 1 is ([\d,]+\d),', weak.logit_mean, 0)
+
+    tied = read_grid('quick')
+    tied = tied[(tied.weight_tying == 1)].pivot(index='lr', columns='name', values='test_loss')
+    above = tied.sub(tied.baseline, axis=0)
+    small = above['weight decay'].loc[0.001:0.01]
+    assert_says(r'and weight decay (\S+) to ([\d.]+\d)\. That', extrema(small), 2)
+    assert_says(r'soft-capping (\S+) below it, and weight decay (\S+) above',
+                [-above.loc[1, 'soft-capping'], above.loc[1, 'weight decay']], 1)
+
+    capped = read('quick')
+    capped = capped[(capped.method == 'soft_capping') & (capped.lr == 1) & (capped.weight_tying == 0)]
+    capped = capped.set_index('seed')
+    assert_says(r'With a mean of (\S+) and (\S+) and a standard deviation of (\S+) and (\S+) most',
+                [*capped.logit_mean[[1, 3]], *capped.logit_std[[1, 3]]], 0)
+
+
 def test_sentences_on_the_cause():
     runs = read('cause').set_index(['arm', 'seed'])
     loss = runs.test_loss
