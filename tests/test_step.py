@@ -55,6 +55,12 @@ def test_seed_of_a_step(monkeypatch):
     assert drawn[0] == drawn[1]
     assert all(len({*of_one_generator}) == 5 for of_one_generator in zip(*drawn, strict=True))
 
+    seeds_of_gpu = []
+    monkeypatch.setattr(torch.cuda, 'manual_seed', seeds_of_gpu.append)
+    for device in ('cpu', 'cuda', 'cuda'):
+        train.seed_step(1, train.parser.parse_args([f'--device={device}']))
+    assert seeds_of_gpu == [torch.initial_seed()] * 2
+
 
 def test_what_a_fork_finds_in_a_step():
     """A group has the schedule's rate times its lr_scale, and a method the rate of E's group."""
