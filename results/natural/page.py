@@ -156,15 +156,32 @@ def takes_table():
     return markdown(lines, header)
 
 
-def quick_lrs_table():
-    """LRS of the untied runs of `quick`, by analyze.py's function, as the paper's tables have it."""
-    runs, _ = analyze.read_runs(HERE / 'quick/results.csv')
+def lrs_rows(table):
+    """LRS of the untied runs of a grid, by analyze.py's function, as the paper's tables have it."""
+    runs, _ = analyze.read_runs(HERE / f'{table}/results.csv')
     runs = runs[runs.weight_tying == 0]
     own_lam = (runs.method != 'mu_loss') | (runs.lam == 0.1)
     own_lam &= (runs.method != 'z_loss') | (runs.lam == 1e-4)
     lrs, _ = analyze.learning_rate_sensitivity(runs[own_lam])
-    lines = [[row.variant, report.lrs_cell(row)] for row in lrs.itertuples()]
+    return lrs
+
+
+def quick_lrs_table():
+    """LRS in 8,000 steps, three seeds."""
+    lines = [[row.variant, report.lrs_cell(row)] for row in lrs_rows('quick').itertuples()]
     return markdown(lines, ['', 'LRS'])
+
+
+def grid_lrs_table():
+    """LRS in 100,000 steps, beside that of the authors' untied 16M with the same λ."""
+    authors = pd.read_csv(HERE.parent / 'authors/lrs.csv')
+    authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0)]
+    authors = authors.drop_duplicates('variant').set_index('variant')
+    lines = []
+    for row in lrs_rows('grid').itertuples():
+        if row.variant in authors.index:
+            lines.append([row.variant, report.lrs_cell(row), f'{authors.lrs_n1[row.variant]:.3f}'])
+    return markdown(lines, ['', 'this model', "the authors' 16M"])
 
 
 def lam_table():
@@ -228,6 +245,7 @@ TABLES = {
     'unused': unused_table,
     'takes': takes_table,
     'quick_lrs': quick_lrs_table,
+    'grid_lrs': grid_lrs_table,
     'lam': lam_table,
     'authors': authors_table,
 }
