@@ -102,7 +102,7 @@ def test_sentences_on_lam_and_the_cap():
     capped = read('quick')
     capped = capped[(capped.method == 'soft_capping') & (capped.lr == 1) & (capped.weight_tying == 0)]
     capped = capped.set_index('seed')
-    assert_says(r'With a mean of (\S+) and (\S+) and a standard deviation of (\S+) and (\S+) most',
+    assert_says(r'they have a mean of (\S+) and (\S+) and a standard deviation of (\S+) and (\S+): most',
                 [*capped.logit_mean[[1, 3]], *capped.logit_std[[1, 3]]], 0)
 
 
@@ -181,8 +181,8 @@ def test_readme():
                 if (tying, variant, size) not in lrs.index:
                     continue  # the losses of tied weight decay are not published
                 row = lrs.loc[(tying, variant, size)]
-                assert float(re.sub('</?u>', '', cell)) == round(row.lrs_n1, 3)
-                assert ('<u>' in cell) == (row.behind == 0)
+                assert float(re.sub('</?ins>', '', cell)) == round(row.lrs_n1, 3)
+                assert ('<ins>' in cell) == (row.behind == 0)
                 checked += 1
     assert checked == 55
 

@@ -127,7 +127,7 @@ def lrs_cell(row):
         return '-'
     text = f'{row.lrs_n1:.3f}'
     if row.behind == 0:
-        text = f'<u>{text}</u>'
+        text = f'<ins>{text}</ins>'
     if row.lowest:
         text = f'<b>{text}</b>'
     text += row.suffix
@@ -776,7 +776,7 @@ def plain(tables):
 
 
 def marked(text):
-    """Text -> HTML, with the marks of tables alone: <b> and <u>."""
+    """Text -> HTML, with the marks of tables alone: <b> and <ins>."""
     return re.sub('&lt;(/?[bu])&gt;', r'<\1>', html.escape(str(text)))
 
 
