@@ -143,7 +143,8 @@ def measure_model(gpt, windows):
     """
     A GPT and test windows (n, T + 1) int64 -> `numbers`, a dict of floats for results.csv and
     checkpoints.csv (each leaves out some of the losses), and `distributions`, a dict of describe_values, over
-    the positions or, of r_emb, over the vocabulary.
+    the positions or, of r_emb, over the vocabulary. Whoever changes what is measured gives STATISTICS a new
+    name, or runs that were measured before keep their old numbers.
     """
     E = gpt.E.detach()
     stats = measure_positions(gpt, windows)
@@ -157,7 +158,7 @@ def measure_model(gpt, windows):
     r_log = stats['r_log'][stats['r_cos'] < 1]
     numbers = {
         **summarize(stats, E),
-        **measure_embeddings(E),  # its mu_norm is also summarize's
+        **measure_embeddings(E),  # mu_norm is summarize's too: hf.py calls this without positions
         'r_emb_below_1': distributions['r_emb']['below_1'],
         'r_cos_below_1': distributions['r_cos']['below_1'],
         'r_log_below_1_too': (r_log < 1).double().mean().item(),
@@ -280,16 +281,20 @@ def defaults_of(run):
     """A run's dict -> {flag of IN_NAMES: what the run has if the flag was not given, as text}."""
     defaults = {**FLAGS, **SIZES.get(run['size'], {})}
     defaults['warmup'] = run['steps'] // 20
-    defaults['cap'] = None
-    if run['method'] in METHODS:
-        defaults['cap'] = gpt_config({'method': run['method']}).cap
+    defaults['cap'] = default_cap(run['method'])
     return {flag: as_text(defaults[flag]) for flag in IN_NAMES}
 
 
 def default_lam(method):
-    """λ of a method that is given none; NaN if it has no λ or is not in METHODS."""
+    """λ, in six digits, of a method that is given none; NaN if it has no λ or is not in METHODS."""
     lam = METHODS.get(method)
-    return math.nan if lam is None else lam
+    return math.nan if lam is None else float(f'{lam:g}')
+
+
+def default_cap(method):
+    """The cap of a method that is given none; NaN if it has none or is not in METHODS."""
+    cap = gpt_config({'method': method}).cap if method in METHODS else None
+    return math.nan if cap is None else cap
 
 
 def fill_in(runs):
@@ -300,6 +305,7 @@ def fill_in(runs):
     line_numbers = [f'line {i}' for i in range(2, len(runs) + 2)]  # of a csv file, after its header
     runs['run'] = runs.run.where(runs.run != '', line_numbers)
     runs['seed'] = runs.seed.fillna(0)
+    runs['cap'] = runs.cap.fillna(runs.method.map(default_cap))
 
     # λ of a method without one is what a tracker logs of every run: nothing reads it
     lams = []
@@ -558,8 +564,9 @@ def read_run(folder):
     settings = read_json(folder / 'config.json')
     results = read_json(folder / 'result.json')
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    row = {**settings, **results, 'run': str(folder), 'device': settings['device_name']}
-    return {**row, 'finished': bool(results)}, log
+    row = {**settings, **results, 'run': str(folder), 'device': settings['device_name'],
+           'finished': bool(results)}
+    return row, log
 
 
 def thinned(log):
@@ -639,20 +646,20 @@ def checkpoint_table(runs, measured):
     """All runs, and measure_runs's dict -> rows of checkpoints.csv, those of a run by their steps."""
     rows = []
     for run in runs.itertuples():
-        whose = {name: getattr(run, name) for name in OF_CHECKPOINT}
+        of_run = {name: getattr(run, name) for name in OF_CHECKPOINT}
         checkpoints = sorted(measured[run.run].items(), key=lambda item: item[1]['step'])
         for file, checkpoint in checkpoints:
             numbers = dict(checkpoint['numbers'])
             del numbers['loss']  # a fork's may be another than the cross entropy
-            rows.append({**whose, 'file': file, 'step': checkpoint['step'], **numbers})
+            rows.append({**of_run, 'file': file, 'step': checkpoint['step'], **numbers})
     return pd.DataFrame(rows)
 
 
 def read_sweep(folders):
     """Folders -> the finished runs, named; the others; the curves of all; notes on what is missing."""
-    everything, curves, notes = read_folders(folders)
-    finished = everything[everything.finished]
-    others = everything[~everything.finished]
+    all_runs, curves, notes = read_folders(folders)
+    finished = all_runs[all_runs.finished]
+    others = all_runs[~all_runs.finished]
     columns = [name for name in finished if name in {*RESULTS, *IN_NAMES}]
     runs = complete(finished[columns])
     others = fill_in(others)
@@ -668,9 +675,9 @@ def measure_sweep(finished, others, curves, out):
     Measures runs and writes four csv files -> the finished runs with their statistics, the side tables (see
     SIDE_TABLES), and notes on what cannot be measured or differs from training.
     """
-    everything = pd.concat([finished, others])
-    measured, failures = measure_runs(everything)
-    checkpoints = checkpoint_table(everything, measured)
+    all_runs = pd.concat([finished, others])
+    measured, failures = measure_runs(all_runs)
+    checkpoints = checkpoint_table(all_runs, measured)
     statistics, distributions, differing = statistics_of(finished, measured)
     runs = finished.assign(**statistics)
     side_tables = {'curves': curves, 'distributions': distributions, 'checkpoints': checkpoints}
@@ -719,8 +726,10 @@ def of_several_lam(runs):
 
 def in_most(sets):
     """What is in more than half of these sets, sorted."""
-    counts = Counter(x for one in sets for x in one)
-    return sorted(x for x, n in counts.items() if n > len(sets) / 2)
+    counts = Counter()
+    for members in sets:
+        counts.update(members)
+    return sorted(member for member, n in counts.items() if n > len(sets) / 2)
 
 
 def means_over_same_seeds(runs, by):
@@ -769,21 +778,26 @@ def lowest_losses(runs):
     """
     A row for each size and tying: its lowest mean test loss over the seeds that more than half of its
     variants at their learning rates have, with the `variant` and the `lr`. `left_out` are texts on the
-    variants that lack one of these seeds at a learning rate. `variant` is '' if no mean is finite, or if no
-    seed is common to most.
+    variants that lack one of these seeds at a learning rate, `n_compared` is the number of the other means.
+    `variant` is '' if none of these is finite, or if there are none.
     """
     rows = []
     for (tying, size), part in runs.groupby(['weight_tying', 'size'], sort=False):
         seeds, means = means_over_same_seeds(part, ['variant', 'lr'])
         finite = {name: mean for name, mean in means.items() if not math.isnan(mean)}
-        variant, lr = min(finite, key=finite.get, default=('', math.nan))
+        variant, lr, lowest = '', math.nan, math.nan
+        if finite:
+            variant, lr = min(finite, key=finite.get)
+            lowest = finite[variant, lr]
+
         rates_left_out = {}
         for other, rate in part.groupby(['variant', 'lr'], sort=False).groups:
             if (other, rate) not in means:
                 rates_left_out.setdefault(other, []).append(f'{rate:g}')
         left_out = [f'{other} at η = {" ".join(rates)}' for other, rates in rates_left_out.items()]
         rows.append({'size': size, 'weight_tying': tying, 'variant': variant, 'lr': lr,
-                     'test_loss': finite.get((variant, lr)), 'seeds': len(seeds), 'left_out': left_out})
+                     'test_loss': lowest, 'seeds': len(seeds), 'n_compared': len(means),
+                     'left_out': left_out})
     return pd.DataFrame(rows)
 
 
@@ -791,10 +805,10 @@ def lowest_losses(runs):
 ROW_OF_METHODS = ['weight_tying', 'size']  # what a row of Tables 2 and 5 is of: its cells are variants
 ROW_OF_LAM = ['weight_tying', 'size', 'method', 'setting', 'rounding']  # and of Table 4: its cells are λ
 LRS_COLUMNS = '''size weight_tying variant method lam n_params lrs lrs_n1 paper n_rates rates behind
-                 seeds lrs_n1_lowest lrs_n1_highest'''.split()  # of lrs.csv
+                 seeds lrs_n1_lowest lrs_n1_highest suffix'''.split()  # of lrs.csv
 PAPER_RATES = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # Eq. 18
 PAPER_LRS = pd.read_csv(TOOLS / 'paper_lrs.csv', index_col=['tying', 'size', 'variant'])  # Tables 2, 4, 5
-NOT_IN_CSV = ['setting', 'rounding', 'suffix', 'lowest']
+NOT_IN_CSV = ['setting', 'rounding', 'lowest']
 COMMON = ['size', 'weight_tying', 'variant', 'method', 'lam', 'n_params', 'setting', 'rounding',
           'suffix']  # what the runs of a cell have in common
 
@@ -953,8 +967,8 @@ def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
     `by`. LRS are means over seeds: `lrs` is the mean over n learning rates of min(L, L0) - min L (Eq. 21),
     `lrs_n1` their sum / (n - 1), as in the published tables; `paper` is what those have. `behind` is 1 if
     marks_behind marks the variant at one or more of the rates. `lowest` says whether its LRS is the lowest of
-    the row. A variant with a `suffix` has neither (see select_for_lrs). Returns the rows of lrs.csv, and
-    notes that name the runs left out.
+    the row. A variant with a `suffix` has neither: it is not compared (see select_for_lrs). Returns the rows
+    of lrs.csv, and notes that name the runs left out.
     """
     cells = []
     notes = []
@@ -1021,10 +1035,10 @@ def make_headlines(lrs_methods, lrs_lam, lowest):
 
 def lowest_loss_in_words(best):
     """A row of lowest_losses -> the loss, of which variant, and what is not compared with it."""
-    if best.variant == '' and best.seeds == 0:
-        return 'test losses are not compared, as no seed is common to most runs'
+    if best.n_compared == 0:
+        return 'test losses are not compared, as no runs have all the seeds that most have'
     if best.variant == '':
-        return 'no test loss is finite'
+        return 'no test loss that is compared is finite'
 
     text = f'the lowest test loss is {best.test_loss:.4f}'
     if best.seeds > 1:
@@ -1060,7 +1074,7 @@ DESCRIBED = ['size', 'n_params', 'weight_tying', 'method', 'lr', 'seed', 'steps'
 def what_was_run(runs):
     """A paragraph on the settings of runs."""
     parts = [f'Runs: {len(runs)}.']
-    for column in runs.columns.intersection(DESCRIBED, sort=False):
+    for column in DESCRIBED:
         values = [as_text(value) for value in runs[column].unique() if as_text(value) != '']
         maybe_unknown = column == 'seed' and values == ['0']  # fill_in writes 0 for an unknown seed
         if values and not maybe_unknown:
@@ -1075,10 +1089,10 @@ def what_was_run(runs):
 
 def other_flags(runs):
     """Texts on flags that are not at their defaults, such as a fork's, and that no run's name tells."""
-    told = {*DESCRIBED, *named_flags(runs)}
+    described = {*DESCRIBED, *named_flags(runs)}
     texts = []
     for flag in IN_NAMES:
-        if flag in told or flag not in runs:
+        if flag in described or flag not in runs:
             continue
         values = []
         all_default = True
@@ -1097,13 +1111,14 @@ def other_flags(runs):
 def notes_on_too_few(runs):
     """Notes on what too few rates, steps or seeds cannot tell."""
     notes = []
-    if runs.steps.max() < 10_000:
-        notes.append(f'{runs.steps.max():,g} steps are too few to rank methods; the paper has 100,000.')
+    fewest = runs.steps.min()
+    if fewest < 10_000:
+        notes.append(f'{fewest:,g} steps are too few to rank methods; the paper has 100,000.')
     seeds = runs.groupby([*report.PLACE, 'variant'], sort=False).seed.nunique()
     few = []
     for variant, counts in seeds.groupby('variant', sort=False):
         if counts.min() < 3:
-            few.append(variant if counts.max() < 3 else f'{variant} at some learning rates')
+            few.append(variant if counts.max() < 3 else f'{variant} in a part of its runs')
     if few:
         notes.append(f'With fewer than three seeds a difference may be chance: {"; ".join(few)}.')
     return notes
@@ -1114,7 +1129,8 @@ def notes_on_largest_mean(runs):
     [a note on the run of the largest mean logit, and what BF16 logits cost there], or []. Not of runs with
     fp32 logits, a cap or norm_softmax, which change the logits after they are rounded.
     """
-    rounded = runs[runs.logits_dtype.isin(['', 'bfloat16'])]
+    logits_dtype = runs.logits_dtype.where(runs.logits_dtype != '', runs.dtype)  # as in train.py
+    rounded = runs[logits_dtype.isin(['', 'bfloat16'])]
     rounded = rounded[~(rounded.cap > 0) & (rounded.method != 'norm_softmax')]
     rounded = rounded.dropna(subset='logit_mean')
     if rounded.empty:
@@ -1129,7 +1145,7 @@ def notes_on_largest_mean(runs):
     note = f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
     note += f'{report.TYING[run.weight_tying]}, at η = {run.lr:g}. '
     note += f'BF16 logits {costs} {cost:.2f} nats there'
-    if cost >= 0.01:
+    if cost >= 0.01 and run.method != 'mu_loss':
         note += '; center the head, or use mu_loss'
     return [f'{note}.']
 
@@ -1140,13 +1156,13 @@ def notes_on_rounding(runs):
     apart, with every other run of their size, tying, setting, learning rate and seed, the highest loss
     first], or [] if no two runs differ so.
     """
-    farthest = 0.0
+    farthest = -1.0  # so that a gap of 0 is shown too
     shown = []
     known = runs.dropna(subset='capped_loss')
     for _, same_place in known.groupby([*report.PLACE, 'setting', 'seed'], sort=False):
         for _, alike in same_place.groupby(['method', 'lam'], dropna=False):
             gap = alike.capped_loss.max() - alike.capped_loss.min()
-            if alike.rounding.nunique() > 1 and gap >= farthest:
+            if alike.rounding.nunique() > 1 and gap > farthest:
                 farthest = gap
                 shown = list(same_place.sort_values('capped_loss', ascending=False).to_dict('records'))
     if not shown:
@@ -1154,15 +1170,17 @@ def notes_on_rounding(runs):
 
     ends = []
     for run in shown:
-        mean = run['logit_mean']
-        mean = '' if math.isnan(mean) else f' (mean logit {round(mean):,})'
         if math.isnan(run['test_loss']):
-            ends.append(f'{run["variant"]} does not end at a finite loss{mean}')
+            end = f'{run["variant"]} does not end at a finite loss'
         else:
-            ends.append(f'{run["variant"]} ends at {run["test_loss"]:.2f}{mean}')
+            end = f'{run["variant"]} ends at {run["test_loss"]:.2f}'
+        if not math.isnan(run['logit_mean']):
+            end += f' (mean logit {round(run["logit_mean"]):,})'
+        ends.append(end)
     first = shown[0]
-    return [f'What rounding of the logits does to {first["size"]}, {report.TYING[first["weight_tying"]]}, at '
-            f'η = {first["lr"]:g}: {"; ".join(ends)}.']
+    where = f'{first["size"]}, {report.TYING[first["weight_tying"]]}, η = {first["lr"]:g}'
+    return [f'The largest effect of rounding the logits, at {where}, seed {first["seed"]:g}: '
+            f'{"; ".join(ends)}.']
 
 
 def notes_on_names(runs):
@@ -1189,7 +1207,7 @@ parser.add_argument('--out', type=os.path.expanduser, help='folder to write to (
 def default_out(args):
     """results/NAME, with NAME of the folders or of the csv file; of DIR/results.csv it is DIR."""
     inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]
-    names = [Path(name).resolve().name for name in inputs[:3]]
+    names = [Path(name).resolve().name for name in inputs]
     return f'results/{"+".join(names)}'
 
 
@@ -1200,26 +1218,31 @@ def compare(runs):
     """
     lrs_methods, left_out = learning_rate_sensitivity(of_default_lam(runs))
     lrs_lam, also_left_out = learning_rate_sensitivity(of_several_lam(runs), ROW_OF_LAM)
-    n_rates = [*lrs_methods.n_rates, *lrs_lam.n_rates]
-    if max(n_rates, default=0) < report.MIN_RATES:  # none is shown
-        notes = ['No learning rate sensitivity (LRS): no method and setting has '
-                 f'{report.MIN_RATES} learning rates in most of its seeds.']
-    else:
+    lrs = pd.concat([lrs_methods, lrs_lam])
+    notes = []
+    if report.has_lrs(lrs):
         notes = list(dict.fromkeys(left_out + also_left_out))  # each once
-        if runs.init_loss.isna().any():
-            notes.append('Where init_loss is empty, LRS cannot cap a loss, or tell if anything was learned.')
+    for tying in sorted(runs.weight_tying.unique()):
+        if not report.has_lrs(lrs[lrs.weight_tying == tying]):
+            notes.append(f'No learning rate sensitivity (LRS) of {report.TYING[tying]} runs: no method and '
+                         f'setting has {report.MIN_RATES} learning rates in most of its seeds.')
+    if report.has_lrs(lrs) and runs.init_loss.isna().any():
+        notes.append('Where init_loss is empty, LRS cannot cap a loss, or tell if anything was learned.')
     return lrs_methods, lrs_lam, notes
 
 
-def draw(runs, everything, lrs_methods, side_tables):
+IN_SUMMARY = ['baseline', 'mu_loss', 'mu_centering']  # the methods of the summary figure
+
+
+def draw(runs, all_runs, lrs_methods, side_tables):
     """
-    Draws every figure that has data. `runs` have ended; `everything` also has those that have not.
+    Draws every figure that has data. `runs` have ended; `all_runs` also has those that have not.
     `lrs_methods` is the LRS of methods, `side_tables` are those of read_side_tables. The marks in a figure
     rest upon the runs it shows.
     """
     checkpoints = side_tables['checkpoints']
     names = ['method', 'variant', 'size']
-    named = pd.concat([everything[names], checkpoints[names]])
+    named = pd.concat([all_runs[names], checkpoints[names]])
     runs_default = report.with_looks(of_default_lam(runs), named)
     runs_several_lam = report.with_looks(of_several_lam(runs), named)
     lrs_methods = report.with_looks(lrs_methods, named)
@@ -1235,7 +1258,8 @@ def draw(runs, everything, lrs_methods, side_tables):
         figures += report.draw_distributions(values, tying)
 
         first_size = method_runs[method_runs['size'] == method_runs['size'].iloc[0]]
-        summary = first_size[first_size.variant.isin(report.SUMMARY)]
+        usual = first_size[(first_size.setting == '') & (first_size.rounding == '')]
+        summary = usual[usual.method.isin(IN_SUMMARY)]
         figures += report.draw_summary(summary.assign(behind=marks_behind(summary)), tying)
 
         # Table 4 compares the λ of one method, but Figure 8 all methods at once: so LRS and marks anew
@@ -1244,7 +1268,7 @@ def draw(runs, everything, lrs_methods, side_tables):
         lrs_figure, _ = learning_rate_sensitivity(lam_runs)
         figures += report.draw_ablation(lam_runs, report.with_looks(lrs_figure, named), tying)
 
-    figures += report.draw_curves(report.with_looks(everything, named), side_tables['curves'])
+    figures += report.draw_curves(report.with_looks(all_runs, named), side_tables['curves'])
     return figures + report.draw_checkpoints(report.with_looks(checkpoints, named))
 
 
@@ -1270,8 +1294,8 @@ def write_analysis(runs, others, side_tables, notes, out):
 
     tables = report.make_tables(runs, lrs_methods, lrs_lam, overhead(runs))
     own_statistics = [name for name in runs if name not in {*KNOWN, *ADDED}]
-    all_runs = report.run_table(runs.assign(behind=marks_behind(runs)), own_statistics)
-    save(report.markdown([*tables, all_runs]).encode(), f'{out}/tables.md')
+    run_table = report.run_table(runs.assign(behind=marks_behind(runs)), own_statistics)
+    save(report.markdown([*tables, run_table]).encode(), f'{out}/tables.md')
 
     figures = draw(runs, pd.concat([runs, others]), lrs_methods, side_tables)
     write_figures(figures, out / 'figures')
@@ -1280,7 +1304,7 @@ def write_analysis(runs, others, side_tables, notes, out):
     headlines = make_headlines(lrs_methods, lrs_lam, lowest_losses(runs))
     notes = [*notes_on_rounding(runs), *notes_on_largest_mean(runs), *notes_on_too_few(runs),
              *notes_on_names(runs), *left_out, *notes]
-    items = report.in_order([*tables, all_runs, *figures])
+    items = report.in_order([*tables, run_table, *figures])
     html = report.page(out.resolve().name, summary, headlines, notes, items)
     save(html.encode(), f'{out}/report.html')
 
@@ -1292,6 +1316,7 @@ def main(argv=None):
     """Reads runs, or the results of runs, and writes what was measured of them and how they compare."""
     args = parser.parse_args(argv)
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
+    check(args.out or len(args.runs) <= 3, 'more than three folders need --out')
     out = Path(args.out or default_out(args))
 
     # Reads and refuses first, before anything is written; what is measured is written under the lock.

@@ -1,7 +1,7 @@
 """
 Tables, figures and a page of the runs that analyze.py has read, named and compared. Which runs are compared,
 and how they are marked, is decided there; rows come with the columns `behind`, `lowest` and `suffix`. Only
-the constants of the comparison are here, as both files use them.
+the constants that both files need are here.
 """
 import base64
 import html
@@ -18,7 +18,6 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 TYING = {0: 'untied', 1: 'tied'}
 PLACE = ['size', 'weight_tying', 'lr']  # runs are compared where these are the same
-SAME = [*PLACE, 'setting', 'rounding', 'seed']  # runs that agree in these differ only in method and λ
 BEHIND = 0.01  # a test loss further than this above the lowest, relative to it, is marked
 MIN_RATES = 3  # with fewer learning rates there is no LRS table
 AT_DEFAULT = 'Methods are compared at their default λ, where they ran with it.'
@@ -30,13 +29,14 @@ NAMES = {  # a method that is not here is called what METHODS calls it
     'mu_centering': 'μ-centering', 'adamw_decay': "AdamW's decay", 'max_z_loss': 'max-z loss',
     'norm_softmax': 'NormSoftmax', 'coupled_adam': 'Coupled Adam', 'cosine_reg': 'cosine reg.',
     'centered_head': 'centered head'}
-SUMMARY = ['baseline', 'μ-loss', 'μ-centering']  # the variants of the summary figure
 COLORS = {  # the first six are the paper's; other variants get the next of OTHERS
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5', 'soft_capping': '#9E9E9E',
     'mu_loss': '#FF9500', 'mu_centering': '#00B945', 'adamw_decay': '#1B4F72', 'max_z_loss': '#17BECF',
     'norm_softmax': '#8C564B', 'coupled_adam': '#E377C2', 'cosine_reg': '#BCBD22', 'centered_head': '#4B0082'}
 HUES = plt.get_cmap('tab20b').colors + plt.get_cmap('tab20c').colors  # ten hues in four shades each
-OTHERS = ['#000000', *(to_hex(color) for shade in range(4) for color in HUES[shade::4])]
+OTHERS = ['#000000']  # black, then the first shade of all ten hues, then the next
+for shade in range(4):
+    OTHERS += [to_hex(color) for color in HUES[shade::4]]
 STYLES = {  # marker and line of a size: the paper's, then others, which get the next of OTHER_STYLES
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
@@ -50,12 +50,12 @@ LABELS = {
     'r_emb': r'$r_{\rm emb}$', 'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
 
 
-def with_looks(rows, everything):
-    """Rows with the color of their variant and the marker and dash of their size, of all in `everything`."""
+def with_looks(rows, named):
+    """Rows with the color of their variant and the marker and dash of their size, of all in `named`."""
     colors = {NAMES.get(method, method): color for method, color in COLORS.items()}
-    variants = everything.variant.unique()
+    variants = named.variant.unique()
     n_others = 0
-    for variant, method in everything.drop_duplicates('variant')[['variant', 'method']].values:
+    for variant, method in named.drop_duplicates('variant')[['variant', 'method']].values:
         name = NAMES.get(method, method)
         if name in colors and name not in variants:
             colors[variant] = colors.pop(name)  # of a method that ran with another λ alone, say
@@ -64,7 +64,7 @@ def with_looks(rows, everything):
             n_others += 1
 
     styles = dict(STYLES)
-    other_sizes = [size for size in everything['size'].unique() if size not in styles]
+    other_sizes = [size for size in named['size'].unique() if size not in styles]
     for i, size in enumerate(other_sizes):
         styles[size] = OTHER_STYLES[i % len(OTHER_STYLES)]
 
@@ -92,9 +92,9 @@ FORMATS = {  # of columns of results.csv
     'r_cos': '{:.3f}', 'r_log': '{:.3f}', 'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}',
     'r_log_below_1_too': '{:.1%}', 'bf16_cost': '{:.4f}', 'bf16_estimate': '{:.4f}'}
 EXPLAINED = {  # columns of the table of runs
-    'behind': '1 if the loss is not finite, or if the mean over the seeds that most variants have is over '
-              f'{BEHIND:.0%} above the lowest of this table at the same size, tying and learning rate; '
-              f'0 if it is within {BEHIND:.0%}; empty: not compared',
+    'behind': '1 if a seed of the variant is not finite here, or if the mean over the seeds that most '
+              f'variants have is over {BEHIND:.0%} above the lowest of this table at the same size, tying '
+              f'and learning rate; 0 if it is within {BEHIND:.0%}; empty: not compared',
     'model_step': 'the step of the model that was measured',
     'largest_rise': 'the largest rise of the training loss above its minimum so far, in nats, at rise_step',
     'mean_share': 'V‖μ‖² / ‖E‖², 1 if all e_i are equal',
@@ -136,18 +136,8 @@ def lrs_cell(row):
     return text
 
 
-def lrs_table(lrs, column, title, section):
-    """Table 2, 5 or 4, of rows of lrs.csv: some rows for each size, a column for each value of `column`."""
-    if not has_lrs(lrs):
-        return None
-    cells = {}
-    for size, of_size in lrs.groupby('size', sort=False):
-        for row in of_size.itertuples(index=False):
-            cells[size, 'sum / (n - 1)', getattr(row, column)] = lrs_cell(row)
-        for row in of_size.dropna(subset='paper').itertuples(index=False):
-            cells[size, "the paper's", getattr(row, column)] = f'{row.paper:.3f}'
-        for row in of_size.dropna(subset='lrs').itertuples(index=False):
-            cells[size, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}{row.suffix}'
+def lrs_caption(lrs):
+    """What the cells of an LRS table are, and which of them are compared."""
     caption = (
         'Lower is better. In nats: how far the test losses at n learning rates lie above the lowest of them, '
         'where a loss that is not finite, or above the one at initialisation, counts as that one; their sum '
@@ -164,13 +154,29 @@ def lrs_table(lrs, column, title, section):
         caption += (
             ' The cells of a line are compared, over the same seeds and learning rates '
             f'({"; ".join(of_sizes)}). Bold: the lowest, if no other has a seed as low as its highest. '
-            f'Underlined: within {BEHIND:.0%} of the lowest test loss at every learning rate.')
+            f'Underlined: within {BEHIND:.0%} of the lowest test loss of these cells at every learning rate.')
     if len(compared) < len(lrs):
         caption += (' A cell with (n lr) or (seed ...) is not compared: it is computed from that many '
                     'learning rates, or from those seeds only.')
+    return caption
+
+
+def lrs_table(lrs, column, title, section):
+    """Table 2, 5 or 4, of rows of lrs.csv: some rows for each size, a column for each value of `column`."""
+    if not has_lrs(lrs):
+        return None
+    cells = {}
+    for size, of_size in lrs.groupby('size', sort=False):
+        for row in of_size.itertuples(index=False):
+            cells[size, 'sum / (n - 1)', getattr(row, column)] = lrs_cell(row)
+        for row in of_size.dropna(subset='paper').itertuples(index=False):
+            cells[size, "the paper's", getattr(row, column)] = f'{row.paper:.3f}'
+        for row in of_size.dropna(subset='lrs').itertuples(index=False):
+            cells[size, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}{row.suffix}'
     rows = grid(cells, 'size', 'LRS')
+    caption = lrs_caption(lrs)
     if rows.isin(['-']).any(axis=None):
-        caption += ' -: no such runs, nothing learned, or a loss that cannot be capped.'
+        caption += ' -: no such runs, nothing learned, a loss that cannot be capped, or not in the paper.'
     return dict(title=title, rows=rows, caption=caption, section=section)
 
 
@@ -188,7 +194,9 @@ def overhead_table(overheads, tying):
             where = 'unknown steps' if math.isnan(row.steps) else f'{row.steps:,.0f} steps'
             if row.device:
                 where += f', {row.device}'
-            if row.processes > 1:
+            if math.isnan(row.processes):
+                where += ', unknown processes'
+            elif row.processes > 1:
                 where += f' x {row.processes:.0f}'
             where += row.setting + row.rounding
             method = NAMES.get(row.method, row.method)
@@ -202,6 +210,9 @@ def overhead_table(overheads, tying):
     rows = grid(cells, 'size', 'runs')
     title = f'Additional training time ΔT, {TYING[tying]}'
     return dict(title=title, rows=rows, caption=caption, section='overhead')
+
+
+SAME = [*PLACE, 'setting', 'rounding', 'seed']  # runs that agree in these differ only in method and λ
 
 
 def seed_table(runs):
@@ -221,7 +232,8 @@ def seed_table(runs):
         return None
 
     caption = (
-        'In nats, means over the seeds that both have [lowest, highest]. Below 0, the method is better. '
+        'In nats, means over the seeds that both have [lowest, highest]; nan: a loss that is not finite and '
+        'has no initial loss to count as; -: fewer than two such seeds. Below 0, the method is better. '
         'A loss above the one at initialisation counts as that one.')
     shown = {variant for *_, variant in cells}
     absent = [variant for variant in others.variant.unique() if variant not in shown]
@@ -275,12 +287,13 @@ def make_tables(runs, lrs_methods, lrs_lam, overheads):
 
 # -------- figures: dicts of name, title, caption, section and png
 FILLED = (
-    'Points: means over the seeds that are compared, or over all where none are. Bars: lowest to highest of '
+    'Points: means over the seeds that are compared, or over all seeds of a variant that is not compared or '
+    'has one that is not finite. Bars: lowest to highest of '
     'all seeds, cut off at the edge of the axis. A loss above the one at initialisation is drawn as that '
     'one. Filled: what the paper calls diverged, that is, not finite or, before it is capped, over '
     f'{BEHIND:.0%} above the lowest of the variants compared here at the same size and learning rate. Grey: '
     'not compared, as no other variant is there, or it lacks the seeds of the others. Triangle: the mean '
-    'lies above the axis.')
+    'lies above the axis, or a loss that is not finite has no initial loss to count as.')
 BOXES = (
     'A row for each size. r_emb is over the vocabulary, the others are over test positions. Grey: quartiles; '
     'black: median and extrema. Over several seeds, quartiles and median are means, extrema the outermost. '
@@ -290,10 +303,13 @@ FIGURES = {  # title, caption
     'summary': ('Test loss and mean logit', (
         f'The first size, of the baseline, μ-loss and μ-centering those that ran. {FILLED}')),
     'loss': ('Test loss against learning rate', (
-        f"Below: each size at the two largest learning rates. {FILLED} (The paper's Figures 2 and 9)")),
+        f'Below, with three learning rates or more: each size at the two largest. {FILLED} '
+        "(The paper's Figures 2 and 9)")),
     'lrs': ('Learning rate sensitivity against size', (
         'LRS is the sum / (n - 1) of the table. Points: means over seeds; bars: lowest to highest. Filled: '
-        'diverged, as in the figure of the test loss, at one learning rate or more. (Figures 3 and 10)')),
+        f'over {BEHIND:.0%} above the lowest test loss of the cells that the table compares, at one '
+        'learning rate or more. Sizes with other learning rates (see the table) cannot be compared. '
+        '(Figures 3 and 10)')),
     'statistics': ('Mean embedding and logits against learning rate', (
         'Means over positions and seeds, without runs whose test loss is not finite. Filled: as in the '
         'figure of the test loss. Triangles lie below the axis. (Figure 4)')),
@@ -395,14 +411,19 @@ def widths(n, widest=2.4):
 
 
 def mean_of_compared(runs, y):
-    """The mean of y over the runs that the comparison rests upon, or over all if they are not compared."""
+    """
+    The mean of y over the runs that the comparison rests upon, or over all if they are not compared. NaN if
+    one of them has none.
+    """
     compared = runs[runs.behind.notna()]
-    return compared[y].mean() if len(compared) else runs[y].mean()
+    if compared.empty:
+        compared = runs
+    return compared[y].mean(skipna=False)
 
 
 def face(behind, color):
     """
-    The filling of a marker: the color of its line if diverged (1), white if not (0), grey if not compared
+    The filling of a marker: the color of its line if behind (1), white if not (0), grey if not compared
     (NaN).
     """
     if behind == 1:
@@ -438,6 +459,7 @@ def draw_lines(ax, rows, y, limits=None):
         by_rate = [(lr, runs) for lr, runs in part.groupby('lr')]
         rates = np.array([lr for lr, _ in by_rate])
         means = np.array([mean_of_compared(runs, y) for _, runs in by_rate])
+        means = np.nan_to_num(means, nan=math.inf)  # a loss that is not finite and cannot be capped
         faces = np.array([face(runs.behind.max(), look.color) for _, runs in by_rate])
         lowest = [runs[y].min() for _, runs in by_rate]
         highest = [runs[y].max() for _, runs in by_rate]
@@ -510,7 +532,7 @@ def against_lr(rows, columns):
     # A run that was not finite has statistics of its last checkpoint, even of step 0: only its loss is drawn.
     shown = {column: rows[rows[column].notna() & rows.test_loss.notna()] for column in columns}
     if 'capped_loss' in columns:
-        shown['capped_loss'] = rows[rows.capped_loss.notna()]
+        shown['capped_loss'] = rows
     columns = [column for column in columns if shown[column].lr.nunique() > 1]
     if not columns:
         return None
@@ -525,8 +547,8 @@ def against_lr(rows, columns):
             values = shown[column][column]
             limits = limits_of(shown[column], column)
             choose_scale(ax, values.clip(*limits))
-    everything = pd.concat([shown[column] for column in columns])
-    legend(figure, everything, marks_of_points(everything))
+    all_shown = pd.concat([shown[column] for column in columns])
+    legend(figure, all_shown, marks_of_points(all_shown))
     return figure
 
 
@@ -577,15 +599,20 @@ def draw_lrs(ax, lrs):
     choose_scale(ax, lrs.lrs_n1)
 
 
+def drawable(lrs):
+    """The rows of lrs.csv that a figure shows, all with one look, as the x axis tells the size."""
+    lrs = lrs[lrs.n_rates >= MIN_RATES].dropna(subset=['n_params', 'lrs_n1'])
+    return lrs.assign(marker='o', dash='-')
+
+
 def lrs_against_size(lrs):
     """A figure of rows of lrs.csv, or None without several sizes whose number of parameters is known."""
-    lrs = lrs[lrs.n_rates >= MIN_RATES].dropna(subset=['n_params', 'lrs_n1'])
+    lrs = drawable(lrs)
     if lrs.n_params.nunique() < 2:
         return None
-    lrs = lrs.assign(marker='o', dash='-')  # the x axis tells the size
     figure, ax = plt.subplots(figsize=(7.5, 4))
     draw_lrs(ax, lrs)
-    legend(figure, lrs.assign(size=''), lrs.behind)
+    legend(figure, lrs.assign(size=''), lrs.behind)  # of one size, so that it shows no markers of sizes
     return figure
 
 
@@ -603,10 +630,10 @@ def draw_methods(rows, lrs, tying):
 
 def draw_ablation(rows, lrs, tying):
     """Figure 8, of the runs of methods with several λ, and their LRS: a column of panels for each method."""
-    rows, lrs = in_order_of_ablation(rows), in_order_of_ablation(lrs)
-    lrs = lrs[lrs.n_rates >= MIN_RATES].dropna(subset=['n_params', 'lrs_n1']).assign(marker='o', dash='-')
     if rows.lr.nunique() < 2:
         return []
+    rows = in_order_of_ablation(rows)
+    lrs = in_order_of_ablation(drawable(lrs))
     colors = {lam: f'C{i}' for i, lam in enumerate(sorted(rows.lam.unique()))}
     rows = rows.assign(color=rows.lam.map(colors))
     lrs = lrs.assign(color=lrs.lam.map(colors))
@@ -695,18 +722,18 @@ def against_step(rows, curves, columns, marker='-'):
     figure, axes, n_rows = panels(len(columns), 3, sharex=True)
     figure.set_size_inches(10, 3.2 * n_rows)
     for ax, column in zip(axes, columns, strict=True):
-        everything = pd.concat([curves[run] for run in rows.run])
-        limits = limits_of(everything, column)
-        for run, width in zip(rows.itertuples(), widths(len(rows), 3.0), strict=True):
-            curve = curves[run.run].dropna(subset=column)
-            ax.plot(curve.step, curve[column].clip(*limits), marker, color=run.color, label=run.variant,
+        all_curves = pd.concat([curves[run] for run in rows.run])
+        limits = limits_of(all_curves, column)
+        for row, width in zip(rows.itertuples(), widths(len(rows), 3.0), strict=True):
+            logged = curves[row.run]
+            curve = logged.dropna(subset=column)
+            ax.plot(curve.step, curve[column].clip(*limits), marker, color=row.color, label=row.variant,
                     linewidth=width)
-            if column == 'loss' and curves[run.run].val_loss.notna().any():
-                ax.plot(curves[run.run].step, curves[run.run].val_loss.clip(*limits), 'o', color=run.color,
-                        markersize=3)
+            if column == 'loss' and logged.val_loss.notna().any():
+                ax.plot(logged.step, logged.val_loss.clip(*limits), 'o', color=row.color, markersize=3)
         if column.startswith('r_'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
-        choose_scale(ax, everything[column].clip(*limits))
+        choose_scale(ax, all_curves[column].clip(*limits))
         ax.set(title=LABELS.get(column, column), xlabel='step')
     handles = {line.get_label(): line for line in axes[0].lines if line.get_label() in set(rows.variant)}
     figure.legend(handles=handles.values(), loc='outside lower center', ncols=4)
@@ -770,14 +797,14 @@ def plain(tables):
     """Tables -> the text of the console, without marks."""
     texts = []
     for table in tables:
-        rows = table['rows'].replace('</?[bu]>', '', regex=True)
+        rows = table['rows'].replace('</?(b|ins)>', '', regex=True)
         texts.append(f'{table["title"]}\n{rows.to_string(index=False)}\n')
     return '\n'.join(texts)
 
 
-def marked(text):
-    """Text -> HTML, with the marks of tables alone: <b> and <ins>."""
-    return re.sub('&lt;(/?[bu])&gt;', r'<\1>', html.escape(str(text)))
+def to_html(text):
+    """Text -> HTML, in which only the tags of tables are tags: <b> and <ins>."""
+    return re.sub('&lt;(/?(?:b|ins))&gt;', r'<\1>', html.escape(str(text)))
 
 
 def in_order(items):
@@ -793,8 +820,8 @@ def page(name, summary, headlines, notes, items):
     for item in items:
         parts.append(f'<h2>{html.escape(item["title"])}</h2>')
         if 'rows' in item:
-            rows = item['rows'].map(marked)
-            rows.columns = [marked(name).replace('_', '_<br>') for name in rows]
+            rows = item['rows'].map(to_html)
+            rows.columns = [to_html(name).replace('_', '_<br>') for name in rows]
             parts.append(f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>')
         else:
             image = base64.b64encode(item['png']).decode()
