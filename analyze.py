@@ -670,10 +670,10 @@ def read_sweep(folders):
     return runs, others, curves, notes
 
 
-def measure_sweep(finished, others, curves, out):
+def measure_sweep(finished, others, curves):
     """
-    Measures runs and writes four csv files -> the finished runs with their statistics, the side tables (see
-    SIDE_TABLES), and notes on what cannot be measured or differs from training.
+    Measures runs -> the finished ones with their statistics, the side tables (see SIDE_TABLES), and notes on
+    what cannot be measured or differs from training.
     """
     all_runs = pd.concat([finished, others])
     measured, failures = measure_runs(all_runs)
@@ -684,16 +684,20 @@ def measure_sweep(finished, others, curves, out):
     for name, columns in SIDE_TABLES.items():
         if side_tables[name].empty:
             side_tables[name] = pd.DataFrame(columns=columns)
+    return runs, side_tables, failures + differing
 
+
+def write_sweep(runs, side_tables, out):
+    """Writes finished runs and side tables into `out`, as --results reads them."""
     rows = runs.drop(columns=ADDED)
     rows['test_loss'] = rows.test_loss.astype(object).fillna('nan')  # empty would mean unknown
     write_csv(out / 'results.csv', rows)
 
     # results.csv has no row for other runs, so --results could not draw them; 7 digits are enough for a plot
+    curves = side_tables['curves']
     write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')
     write_csv(out / 'distributions.csv', side_tables['distributions'])
     write_csv(out / 'checkpoints.csv', side_tables['checkpoints'])
-    return runs, side_tables, failures + differing
 
 
 def read_side_tables(results, runs):
@@ -1331,8 +1335,9 @@ def main(argv=None):
     with open(out / '.lock', 'a') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tasks of an array may end at once: each waits for the one before
         if args.runs:
-            runs, side_tables, more_notes = measure_sweep(finished, others, curves, out)
+            runs, side_tables, more_notes = measure_sweep(finished, others, curves)
             notes += more_notes
+            write_sweep(runs, side_tables, out)
         write_analysis(runs, others, side_tables, notes, out)
 
 

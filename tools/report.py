@@ -343,7 +343,7 @@ plt.rcParams.update({
 def limits_of(rows, column):
     """
     The range (low, high) of `column` that an axis shows. What lies beyond it is drawn at its edge, so that a
-    few outliers do not flatten the rest.
+    few outliers do not flatten the rest. The two losses have their own rules, and all other columns the last.
     """
     values = rows[column]
     lowest = values.min()
