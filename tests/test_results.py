@@ -166,6 +166,30 @@ def test_natural_in_readme():
     assert found == [f'{losses[name]:.2f}' for name in names]
 
 
+def test_limits_of_the_estimate_in_readme():
+    """What BF16 costs at evaluation, of the estimate, and a loss that the mean logit does not tell."""
+    readme = ' '.join(read_page('README.md').split())
+    ratios = []
+    for table in ('cause', 'demo', 'grid', 'quick', 'takes'):
+        runs = read(table)
+        runs = runs[runs.logit_mean.abs() >= 64]
+        ratios += [*(runs.estimate / (runs.test_loss_bfloat16 - runs.test_loss_float32))]
+    found = re.search(r'it is from (\d+) times too high to (\d+) times too low', readme)
+    assert [*found.groups()] == [f'{max(ratios):.0f}', f'{1 / min(ratios):.0f}']
+    rare = read('rare')
+    rare = rare[rare.run.str.startswith('bytes') & (rare.arm == 'baseline')]
+    times = (rare.test_loss_bfloat16 - rare.test_loss_float32) / rare.estimate
+    found = re.search(r'it fails \((\d) to (\d) times too low for the baseline\)', readme)
+    assert [*found.groups()] == [f'{times.min():.0f}', f'{times.max():.0f}']
+
+    runs = pd.read_csv(f'{ROOT}/results/authors/results.csv')
+    runs = runs[(runs['size'] == '221M') & (runs.weight_tying == 0) & (runs.lr == 0.03)]
+    baseline = runs[runs.method == 'baseline'].iloc[0]
+    mu_loss = runs[(runs.method == 'mu_loss') & (runs.lam == 1e-4)].iloc[0]
+    found = re.search(r'221M baseline at 0.03 lost (\S+) nats at a mean logit of (\d+)', readme)
+    assert [*found.groups()] == [f'{baseline.test_loss - mu_loss.test_loss:.3f}', f'{baseline.logit_mean:.0f}']
+
+
 def test_readme():
     """Tables 2 and 5: LRS as published, underlined where a method is never over 1% above the best."""
     readme = read_page('README.md')
