@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from conftest import ROOT
-from results.natural.page import read, read_grid, with_tables
+from results.natural.page import grid_lrs, read, read_grid, with_tables
 from tools import report
 
 
@@ -42,9 +42,61 @@ def test_sentences_on_rounding_at_evaluation():
                 r'twin\. .*?, lose (\S+), and end (\S+) below the baseline\.',
                 [gap, own, gap - own, twins, gap - twins], 2)
     runs = read_grid('grid')
-    loss = runs[(runs.lr == 0.3) & (runs.seed == 1)].set_index('name').test_loss
-    above = loss['baseline, fp32 logits'] - loss[['μ-loss, λ = 0.1', 'μ-centering']]
-    assert_says(r'still ends (\S+) to (\S+) above the two cures', extrema(above), 2)
+    loss = runs[runs.lr == 0.3].pivot(index='name', columns='seed', values='test_loss')
+    above = loss.loc['baseline, fp32 logits'] - loss.loc[['μ-loss, λ = 0.1', 'μ-centering']]
+    assert_says(r'the model ends (\S+) to (\S+) above the two cures', extrema(above.stack()), 2)
+    decay = loss.loc['weight decay']
+    assert_says(r"weight decay's two seeds differ by (\S+)\.", [decay.max() - decay.min()], 2)
+
+
+def test_sentences_on_the_grid():
+    runs = read_grid('grid')
+    mean = runs[runs.lr == 0.3].groupby('name').test_loss.mean()
+    cures = ['μ-loss, λ = 0.1', 'μ-centering']
+    assert_says(r'baseline ends at a test loss of (\S+), and at (\S+) with fp32 logits \(two seeds',
+                mean[['baseline', 'baseline, fp32 logits']], 2)
+    near = extrema(mean[[*cures, 'z-loss']])
+    assert_says(r'and z-loss it ends at (\S+) to (\S+), with weight decay at (\S+), and with soft-capping at '
+                r'([\d.]+\d)\.', [*near, *mean[['weight decay', 'soft-capping']]], 2)
+    gaps = mean.baseline - mean[cures]
+    assert_says(r'the baseline ends (\S+) nats above the two cures', [gaps.mean()], 1)
+    assert gaps.max() - gaps.min() < 0.05
+
+    first = runs[runs.seed == 1]
+    losses = first.pivot(index='lr', columns='name', values='test_loss')
+    above = losses.sub(losses.baseline, axis=0).loc[:0.1]
+    others = above.drop(columns=['weight decay', 'baseline'])
+    assert_says(r'The others end (\S+) below to (\S+) above the baseline',
+                [-others.min().min(), others.max().max()], 2)
+    assert_says(r'Weight decay costs (\S+) to ([\d.]+\d):', extrema(above['weight decay']), 2)
+    at = first[first.lr == 0.1].set_index('name')
+    assert_says(r'at 0.1 has a mean logit of (\S+) and', [at.logit_mean.baseline], 0)
+    assert_says(r'and ends (\S+) above its twin with fp32 logits\.',
+                [at.test_loss.baseline - at.test_loss['baseline, fp32 logits']], 2)
+    std = first[first.lr <= 0.1].pivot(index='lr', columns='name', values='logit_std')
+    assert_says(r'ends at (\S+) to (\S+), where the baseline\'s is (\S+) to ([\d.]+\d)\.',
+                [*extrema(std['weight decay']), *extrema(std.baseline)], 1)
+
+    own, theirs = grid_lrs()
+    lrs = own.lrs_n1.sort_values()
+    assert lrs.index[0] == 'weight decay' and lrs.index[-1] == 'baseline'
+    assert (own.lrs_n1 > theirs.lrs_n1[own.index])[own.index != 'weight decay'].all()
+    losses = losses.drop(columns='baseline, fp32 logits')
+    assert (losses.idxmax(axis=1).loc[:0.1] == 'weight decay').all()
+    above = (losses.loc[0.3] - losses.min()).drop(['weight decay', 'baseline'])
+    authors = pd.read_csv(f'{ROOT}/results/authors/results.csv')
+    authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0)]
+    authors = authors[authors.lam.isna() | (authors.lam == 1e-4)]
+    authors = authors.pivot(index='lr', columns='method', values='test_loss')
+    above_theirs = (authors.loc[0.3] - authors.min()).drop(['weight_decay', 'baseline'])
+    assert_says(r'methods end (\S+) to (\S+) above their lowest losses there, and the authors\' four '
+                r'(\S+) to ([\d.]+\d)\.', [*extrema(above), *extrema(above_theirs)], 2)
+    assert_says(r'also loses (\S+) nats at 0.1', [authors.baseline[0.1] - authors.mu_loss[0.1]], 2)
+    assert_says(r'ends (\S+) nats above theirs there', [authors.baseline[0.3] - authors.mu_loss[0.3]], 1)
+
+    capped = runs[(runs.name == 'soft-capping') & (runs.lr == 0.3)]
+    assert capped.logit_max.min() > 29.99
+    assert_says(r'cap of 30 and their mean is (\S+)\.', [capped.logit_mean.mean()], 0)
 
 
 def test_sentences_on_seven_rates():

@@ -156,32 +156,44 @@ def takes_table():
     return markdown(lines, header)
 
 
-def lrs_rows(table):
-    """LRS of the untied runs of a grid, by analyze.py's function, as the paper's tables have it."""
+def untied_runs(table):
+    """The untied runs of a grid with the λ of sweep.sh, as analyze.py reads and names them."""
     runs, _ = analyze.read_runs(HERE / f'{table}/results.csv')
     runs = runs[runs.weight_tying == 0]
     own_lam = (runs.method != 'mu_loss') | (runs.lam == 0.1)
     own_lam &= (runs.method != 'z_loss') | (runs.lam == 1e-4)
-    lrs, _ = analyze.learning_rate_sensitivity(runs[own_lam])
-    return lrs
+    return runs[own_lam]
 
 
 def quick_lrs_table():
-    """LRS in 8,000 steps, three seeds."""
-    lines = [[row.variant, report.lrs_cell(row)] for row in lrs_rows('quick').itertuples()]
+    """LRS in 8,000 steps, three seeds, by analyze.py's function."""
+    lrs, _ = analyze.learning_rate_sensitivity(untied_runs('quick'))
+    lines = [[row.variant, report.lrs_cell(row)] for row in lrs.itertuples()]
     return markdown(lines, ['', 'LRS'])
 
 
+def grid_lrs():
+    """
+    LRS of the grid, of the seed that has all rates, and of the authors' untied 16M over the same rates: rows
+    of lrs.csv, by variant.
+    """
+    runs = untied_runs('grid')
+    runs = runs[(runs.seed == 1) & (runs.logits_dtype == 'bfloat16')]
+    own, _ = analyze.learning_rate_sensitivity(runs)
+
+    authors, _ = analyze.read_runs(HERE.parent / 'authors/results.csv')
+    authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0) & authors.lr.isin(runs.lr)]
+    theirs, _ = analyze.learning_rate_sensitivity(authors)
+    return own.set_index('variant'), theirs.set_index('variant')
+
+
 def grid_lrs_table():
-    """LRS in 100,000 steps, beside that of the authors' untied 16M with the same λ."""
-    authors = pd.read_csv(HERE.parent / 'authors/lrs.csv')
-    authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0)]
-    authors = authors.drop_duplicates('variant').set_index('variant')
+    """LRS of the grid beside that of the authors' untied 16M."""
+    own, theirs = grid_lrs()
     lines = []
-    for row in lrs_rows('grid').itertuples():
-        if row.variant in authors.index:
-            lines.append([row.variant, report.lrs_cell(row), f'{authors.lrs_n1[row.variant]:.3f}'])
-    return markdown(lines, ['', 'this model', "the authors' 16M"])
+    for row in own.reset_index().itertuples():
+        lines.append([row.variant, report.lrs_cell(row), f'{theirs.lrs_n1[row.variant]:.3f}'])
+    return markdown(lines, ['', 'this model, seed 1', "the authors' 16M"])
 
 
 def lam_table():
@@ -289,6 +301,17 @@ def draw_grid():
     figure.savefig(HERE / 'figure.png', dpi=120)
 
 
+def draw_methods():
+    """The paper's Figures 2 and 4 of the grid, as analyze.py draws them."""
+    runs = untied_runs('grid')
+    rows = report.with_looks(runs.assign(behind=analyze.marks_behind(runs)), runs)
+    statistics = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
+    figures = {'loss': report.loss_against_lr(rows), 'statistics': report.against_lr(rows, statistics)}
+    for name, figure in figures.items():
+        png = report.to_png(name, 'untied', figure)['png']
+        (HERE / f'{name}.png').write_bytes(png)
+
+
 def draw_cause():
     """The mean logit against the step for each arm of `cause`, a line for each seed."""
     rows = read('cause')
@@ -321,5 +344,6 @@ if __name__ == '__main__':
     page = HERE / 'README.md'
     page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
     draw_grid()
+    draw_methods()
     draw_cause()
     draw_unused()
