@@ -174,26 +174,33 @@ def quick_lrs_table():
 
 def grid_lrs():
     """
-    LRS of the grid, of the seed that has all rates, and of the authors' untied 16M over the same rates: rows
-    of lrs.csv, by variant.
+    LRS by analyze.py's function, a table with a row for each variant: of seed 1 of the grid, of the same with
+    seed 2 at 0.3, and of the authors' untied 16M over the same learning rates.
     """
     runs = untied_runs('grid')
-    runs = runs[(runs.seed == 1) & (runs.logits_dtype == 'bfloat16')]
-    own, _ = analyze.learning_rate_sensitivity(runs)
+    runs = runs[runs.logits_dtype == 'bfloat16']
+    first = runs[runs.seed == 1]
+    second_at_largest = runs[(runs.seed == 2) & (runs.lr == 0.3)].assign(seed=1)
+    second = pd.concat([first[first.lr != 0.3], second_at_largest])
 
     authors, _ = analyze.read_runs(HERE.parent / 'authors/results.csv')
-    authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0) & authors.lr.isin(runs.lr)]
-    theirs, _ = analyze.learning_rate_sensitivity(authors)
-    return own.set_index('variant'), theirs.set_index('variant')
+    authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0) & authors.lr.isin(first.lr)]
+
+    found = []
+    for part in (first, second, authors):
+        lrs, _ = analyze.learning_rate_sensitivity(part)
+        found.append(lrs.set_index('variant'))
+    return found
 
 
 def grid_lrs_table():
     """LRS of the grid beside that of the authors' untied 16M."""
-    own, theirs = grid_lrs()
+    first, second, authors = grid_lrs()
     lines = []
-    for row in own.reset_index().itertuples():
-        lines.append([row.variant, report.lrs_cell(row), f'{theirs.lrs_n1[row.variant]:.3f}'])
-    return markdown(lines, ['', 'this model, seed 1', "the authors' 16M"])
+    for variant in first.index:
+        cells = [report.lrs_cell(lrs.loc[variant]) for lrs in (first, second)]
+        lines.append([variant, *cells, f'{authors.lrs_n1[variant]:.3f}'])
+    return markdown(lines, ['', 'seed 1', 'with seed 2 at 0.3', "the authors' 16M"])
 
 
 def lam_table():
