@@ -92,16 +92,24 @@ def test_sentences_on_the_grid():
     assert above['soft-capping'][0.1] < 0.005
 
     seed_1, with_seed_2, theirs = grid_lrs()
-    for own in (seed_1, with_seed_2):
-        assert own.lrs_n1.idxmin() == 'weight decay' and own.lrs_n1.idxmax() == 'baseline'
+    both = pd.DataFrame({'seed 1': seed_1.lrs_n1, 'with seed 2': with_seed_2.lrs_n1})
+    assert (both.idxmax() == 'baseline').all() and seed_1.lrs_n1.index.equals(with_seed_2.lrs_n1.index)
+    others = both.loc[['z-loss', 'μ-loss λ=0.1', 'μ-centering']].stack()
+    assert_says(r"decay's LRS is (\S+) and (\S+), near the (\S+) to (\S+) of z-loss and the cures",
+                [*both.loc['weight decay'], *extrema(others)], 2)
+    assert_says(r"soft-capping's LRS is (\S+), which", [with_seed_2.lrs_n1['soft-capping']], 2)
+    without = both['seed 1'].drop('baseline')
+    assert both['seed 1'].baseline > 0.2 and without.max() < 0.12  # prediction 9
+    assert {*without.nsmallest(3).index} == {'z-loss', 'μ-loss λ=0.1', 'μ-centering'}
     methods = ['baseline', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering']
     assert theirs.lrs_n1[methods].idxmax() == 'baseline'
     assert (smaller.idxmax(axis=1) == 'weight decay').all()
     capped = first[first.method == 'soft_capping'].set_index('lr').logit_mean.sort_index()
     capped_at_largest = runs[(runs.method == 'soft_capping') & (runs.lr == 0.3)].logit_mean
     assert_says(r'their mean is (\S+) to (\S+) up to 0.1, and (\S+) at 0.3',
-                [capped[:0.1].max(), capped[:0.1].min(), capped_at_largest.mean()], 0)
-    assert runs[runs.method == 'soft_capping'].logit_max.min() > 29.9
+                [capped[0.01:0.1].max(), capped[0.01:0.1].min(), capped_at_largest.mean()], 0)
+    pressed = runs[(runs.method == 'soft_capping') & (runs.lr >= 0.01)]
+    assert pressed.logit_max.min() > 29.9
 
     authors = pd.read_csv(f'{ROOT}/results/authors/results.csv')
     authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0)]
@@ -240,6 +248,10 @@ def test_natural_in_readme():
     first = runs[(runs.seed == 1) & (runs.lr <= 0.1)].pivot(index='lr', columns='name', values='test_loss')
     behind = (first.baseline - first.min(axis=1)).max()
     assert found == [*(f'{losses[name]:.2f}' for name in names), f'{behind:.2f}']
+
+    decay = (first['weight decay'] - first.baseline).loc[0.001:]
+    found = re.search(r'In the small model it costs (\S+) to (\S+) nats at', readme)
+    assert [*found.groups()] == [f'{x:.1f}' for x in extrema(decay)]
 
     cures = losses[['μ-loss, λ = 0.1', 'μ-centering']].mean()
     above = losses[['weight decay', 'soft-capping']] - cures
