@@ -88,7 +88,7 @@ def test_sentences_on_the_grid():
     std = first[first.lr <= 0.1].pivot(index='lr', columns='name', values='logit_std')
     assert_says(r"ends at (\S+) to (\S+), where the baseline's is (\S+) to ([\d.]+\d)\.",
                 [*extrema(std['weight decay']), *extrema(std.baseline)], 1)
-    assert_says(r'soft-capping has (\S+) at 0.1', [std['soft-capping'][0.1]], 1)
+    assert_says(r'Soft-capping has (\S+) at 0.1, after', [std['soft-capping'][0.1]], 1)
     assert above['soft-capping'][0.1] < 0.005
 
     seed_1, with_seed_2, theirs = grid_lrs()
@@ -103,6 +103,8 @@ def test_sentences_on_the_grid():
     assert {*without.nsmallest(3).index} == {'z-loss', 'μ-loss λ=0.1', 'μ-centering'}
     methods = ['baseline', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering']
     assert theirs.lrs_n1[methods].idxmax() == 'baseline'
+    larger = seed_1.lrs_n1 > theirs.lrs_n1[seed_1.index]
+    assert [*larger[~larger].index] == ['weight decay']
     assert (smaller.idxmax(axis=1) == 'weight decay').all()
     capped = first[first.method == 'soft_capping'].set_index('lr').logit_mean.sort_index()
     capped_at_largest = runs[(runs.method == 'soft_capping') & (runs.lr == 0.3)].logit_mean
@@ -116,6 +118,9 @@ def test_sentences_on_the_grid():
     authors = authors[authors.lam.isna() | (authors.lam == 1e-4)]
     (mean_logit,) = authors[(authors.method == 'baseline') & (authors.lr == 0.1)].logit_mean
     assert_says(r"and (\S+) in the authors' 16M, which", [mean_logit], 0)
+    at_largest = authors[(authors.method == 'baseline') & (authors.lr == 0.3)]
+    assert_says(r'\(at (\S+), with a mean logit of', at_largest.test_loss, 2)
+    assert_says(r'\(at 5.07, with a mean logit of ([\d,]+\d)\)', at_largest.logit_mean, 0)
     authors = authors.pivot(index='lr', columns='method', values='test_loss')
     assert_says(r'16M, which loses (\S+) nats there', [authors.baseline[0.1] - authors.mu_loss[0.1]], 2)
     gain = authors.baseline[0.3] - authors[['weight_decay', 'mu_loss']].loc[0.3]
