@@ -825,16 +825,10 @@ def published_lrs(row):
     return PAPER_LRS.lrs.get(cell, math.nan)
 
 
-def usual_rates(runs):
-    """
-    The learning rates to compare by. A variant's share of a rate is the fraction of its seeds that ran at it;
-    a rate is usual if the shares average over a half. Of one variant's runs, these are the rates that over
-    half of its seeds have.
-    """
-    n_with_rate = runs.groupby(['variant', 'lr']).seed.nunique().unstack(fill_value=0)
-    n_seeds = runs.groupby('variant').seed.nunique()
-    shares = n_with_rate.div(n_seeds, axis='index').mean()
-    return [lr for lr, share in shares.items() if share > 0.5 + 1e-9]  # or rounding may lift a half above it
+def rates_of_fullest_seed(runs):
+    """The learning rates of that seed of a variant that has the most; of the lowest such seed."""
+    fullest = runs.groupby('seed').lr.nunique().idxmax()
+    return sorted(runs.lr[runs.seed == fullest].unique())
 
 
 def seeds_with(runs, rates):
@@ -849,7 +843,7 @@ def select_for_lrs(runs):
     others are used. For the rest it says from which seeds, or from how many rates, they are computed.
     """
     runs = runs[runs.groupby('variant').lr.transform('nunique') > 1]
-    rates = usual_rates(runs)
+    rates = in_most([set(own.lr) for _, own in runs.groupby('variant')])
     if len(rates) < report.MIN_RATES:
         rates = []  # too few to compare by
     seeds_with_all_rates = {}
@@ -868,8 +862,8 @@ def select_for_lrs(runs):
             own_rates = rates
             own_seeds = seeds_with_all_rates[variant]
             suffix = f' (seed {" ".join(map(as_text, own_seeds))})'
-        else:  # no seed has all the rates, or too few rates are usual
-            own_rates = usual_rates(own)
+        else:  # no seed has all the rates, or most variants have too few in common
+            own_rates = rates_of_fullest_seed(own)
             own_seeds = seeds_with(own, own_rates)
             suffix = f' ({len(own_rates)} lr)'
         if len(own_rates) > 1:
@@ -1229,7 +1223,7 @@ def compare(runs):
     for tying in sorted(runs.weight_tying.unique()):
         if not report.has_lrs(lrs[lrs.weight_tying == tying]):
             notes.append(f'No learning rate sensitivity (LRS) of {report.TYING[tying]} runs: no method and '
-                         f'setting has {report.MIN_RATES} learning rates in most of its seeds.')
+                         f'setting has {report.MIN_RATES} learning rates with one seed.')
     if report.has_lrs(lrs) and runs.init_loss.isna().any():
         notes.append('Where init_loss is empty, LRS cannot cap a loss, or tell if anything was learned.')
     return lrs_methods, lrs_lam, notes
