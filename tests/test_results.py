@@ -30,6 +30,19 @@ def extrema(values):
     return [values.min(), values.max()]
 
 
+def listed(values, digits):
+    """'1, 2 and 3', as the groups of a pattern are compared."""
+    texts = [f'{value:,.{digits}f}' for value in values]
+    return f'{", ".join(texts[:-1])} and {texts[-1]}'
+
+
+def assert_lists(words, values, digits):
+    """The words, in results/natural, end with these values."""
+    page = ' '.join(read_page('results/natural/README.md').split())
+    text = f'{words} {listed(values, digits)}'
+    assert re.search(re.escape(text) + r'(?!\S*\d)', page), text
+
+
 def test_sentences_on_rounding_at_evaluation():
     rows = read('grid', 'evaluation')
     rows = rows[rows.run.str.contains('baseline-lr0.3')]
@@ -38,11 +51,11 @@ def test_sentences_on_rounding_at_evaluation():
     twin = rows[rows.arm == 'fp32 logits'].pivot(index='step', columns='seed')
     gap = own.test_loss_bfloat16 - twin.test_loss_float32
     end = 100_000
-    assert_says(r'is rounding at evaluation, (\S+) of (\S+) and (\S+) of (\S+) nats',
-                [own.rounding[1][end], gap[1][end], own.rounding[2][end], gap[2][end]], 2)
-    assert_says(r'with BF16 logits at evaluation, lose (\S+) and ([\d.]+\d)\.', twin.rounding.loc[end], 2)
-    assert_says(r'rises from (\S+) and (\S+) to (\S+) and ([\d.]+\d)\.',
-                [*gap.loc[30_000], *gap.loc[40_000]], 2)
+    assert_lists('rounding at evaluation costs', own.rounding.loc[end], 2)
+    assert_lists('of the gap of', gap.loc[end], 2)
+    assert_lists('with BF16 logits at evaluation, lose', twin.rounding.loc[end], 2)
+    assert_lists('the gap rises from', gap.loc[30_000], 2)
+    assert_lists(f'{listed(gap.loc[30_000], 2)} to', gap.loc[40_000], 2)
     assert own.logit_mean.loc[30_000].max() < 1024 < own.logit_mean.loc[40_000].min()
     too_high = (own.estimate / own.rounding).loc[40_000:].stack()
     assert_says(r'on the estimate is (\S+) to (\S+) times too high for', extrema(too_high), 1)
@@ -53,65 +66,65 @@ def test_sentences_on_rounding_at_evaluation():
 
 def test_sentences_on_the_grid():
     runs = read_grid('grid')
-    at_largest = runs[runs.lr == 0.3].pivot(index='seed', columns='name', values='test_loss').loc[[1, 2]]
-    mean = at_largest.mean()
+    losses = runs.pivot(index=['lr', 'seed'], columns='name', values='test_loss')
+    mean_logits = runs.pivot(index=['lr', 'seed'], columns='name', values='logit_mean')
+    means = losses.groupby('lr').mean()
     cures = ['μ-loss, λ = 0.1', 'μ-centering']
     near = [*cures, 'z-loss']
-    assert_says(r'ends at a test loss of (\S+), and at (\S+) with fp32 logits \(two seeds',
+
+    # at 0.3
+    mean = means.loc[0.3]
+    assert_says(r'ends at a test loss of (\S+), and at (\S+) with fp32 logits \(means',
                 mean[['baseline', 'baseline, fp32 logits']], 2)
     assert_says(r'and z-loss end at (\S+) to (\S+), weight decay at (\S+), and soft-capping at ([\d.]+\d)\.',
                 [*extrema(mean[near]), *mean[['weight decay', 'soft-capping']]], 2)
     gaps = mean.baseline - mean[cures]
     assert_says(r'At 0.3 the baseline ends (\S+) nats above the two cures', [gaps.mean()], 1)
     assert gaps.max() - gaps.min() < 0.05
-    means = runs[runs.lr == 0.3].pivot(index='seed', columns='name', values='logit_mean').loc[[1, 2]]
-    assert_says(r'with mean logits of (\S+) and ([\d,]+\d)\. The authors', means.baseline, 0)
-    assert_says(r'with fp32 logits it ends at (\S+) and ([\d,]+\d)\.', means['baseline, fp32 logits'], 0)
-    assert_says(r'or z-loss \((\S+) and (\S+) against (\S+) to ([\d.]+\d)\)',
-                [*sorted(at_largest['baseline, fp32 logits']), *extrema(at_largest[near].stack())], 2)
+    assert_lists('with mean logits of', mean_logits.loc[0.3].baseline, 0)
+    assert_lists('with fp32 logits it ends at', mean_logits.loc[0.3]['baseline, fp32 logits'], 0)
+    assert_says(r'or z-loss \((\S+) to (\S+) against (\S+) to ([\d.]+\d)\)',
+                [*extrema(losses.loc[0.3]['baseline, fp32 logits']), *extrema(losses.loc[0.3][near].stack())], 2)
+    assert losses.loc[0.3]['baseline, fp32 logits'].min() > losses.loc[0.3][near].max().max()
 
-    first = runs[runs.seed == 1]
-    losses = first.pivot(index='lr', columns='name', values='test_loss')
-    smaller = losses.loc[:0.1]
-    above = smaller.sub(smaller.baseline, axis=0)
-    others = above.drop(columns=['weight decay', 'baseline'])
-    assert_says(r'Up to 0.1 the baseline ends at most (\S+) above the best method', [-others.min().min()], 2)
+    # up to 0.1: losses minus that of the baseline of the same seed
+    above = losses.sub(losses.baseline, axis=0).loc[:0.1].drop(columns=['baseline', 'baseline, fp32 logits'])
+    others = above.drop(columns='weight decay')
+    best = (means.min(axis=1) - means.baseline).loc[:0.1]
+    assert_says(r'Up to 0.1 the baseline ends at most (\S+) above the best method', [-best.min()], 2)
     assert_says(r'only weight decay ends more than (\S+) from the baseline', [others.abs().max().max()], 2)
-    assert above['weight decay'].min() > 0.03
-    assert_says(r'The lowest losses are within (\S+) of the', [-others.min().min()], 2)
-    at = first[first.lr == 0.1].set_index('name')
-    assert_says(r"At 0.1 the baseline's mean logit is (\S+); with", [at.logit_mean.baseline], 0)
-    assert_says(r'At 0.1 the mean logit is (\S+) here', [at.logit_mean.baseline], 0)
-    assert_says(r'with fp32 logits it ends (\S+) lower\.',
-                [at.test_loss.baseline - at.test_loss['baseline, fp32 logits']], 2)
+    assert above['weight decay'].min() > others.abs().max().max()
     assert_says(r'Weight decay costs (\S+) to (\S+) up to 0.1\.', extrema(above['weight decay']), 2)
-    std = first[first.lr <= 0.1].pivot(index='lr', columns='name', values='logit_std')
+    assert_lists("At 0.1 the baseline's mean logit is", mean_logits.loc[0.1].baseline, 0)
+    assert_says(r'At 0.1 the mean logit is (\S+) to (\S+) here', extrema(mean_logits.loc[0.1].baseline), 0)
+    lower = losses.loc[0.1].baseline - losses.loc[0.1]['baseline, fp32 logits']
+    assert_says(r'with fp32 logits it ends within (\S+) of that', [lower.abs().max()], 2)
+    std = runs[runs.lr <= 0.1].pivot(index=['lr', 'seed'], columns='name', values='logit_std')
     assert_says(r"ends at (\S+) to (\S+), where the baseline's is (\S+) to ([\d.]+\d)\.",
                 [*extrema(std['weight decay']), *extrema(std.baseline)], 1)
-    assert_says(r'Soft-capping has (\S+) at 0.1, after', [std['soft-capping'][0.1]], 1)
-    assert above['soft-capping'][0.1] < 0.005
-
-    seed_1, with_seed_2, theirs = grid_lrs()
-    both = pd.DataFrame({'seed 1': seed_1.lrs_n1, 'with seed 2': with_seed_2.lrs_n1})
-    assert (both.idxmax() == 'baseline').all() and seed_1.lrs_n1.index.equals(with_seed_2.lrs_n1.index)
-    others = both.loc[['z-loss', 'μ-loss λ=0.1', 'μ-centering']].stack()
-    assert_says(r"decay's LRS is (\S+) and (\S+), near the (\S+) to (\S+) of z-loss and the cures",
-                [*both.loc['weight decay'], *extrema(others)], 2)
-    assert_says(r"soft-capping's LRS is (\S+), which", [with_seed_2.lrs_n1['soft-capping']], 2)
-    without = both['seed 1'].drop('baseline')
-    assert both['seed 1'].baseline > 0.2 and without.max() < 0.12  # prediction 9
-    assert {*without.nsmallest(3).index} == {'z-loss', 'μ-loss λ=0.1', 'μ-centering'}
-    methods = ['baseline', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering']
-    assert theirs.lrs_n1[methods].idxmax() == 'baseline'
-    larger = seed_1.lrs_n1 > theirs.lrs_n1[seed_1.index]
-    assert [*larger[~larger].index] == ['weight decay']
-    assert (smaller.idxmax(axis=1) == 'weight decay').all()
-    capped = first[first.method == 'soft_capping'].set_index('lr').logit_mean.sort_index()
-    capped_at_largest = runs[(runs.method == 'soft_capping') & (runs.lr == 0.3)].logit_mean
+    assert_says(r'Soft-capping has (\S+) at 0.1, after', [std['soft-capping'][0.1].mean()], 1)
+    assert above['soft-capping'][0.1].max() < 0.005
+    capped = mean_logits['soft-capping'].groupby('lr').mean()
     assert_says(r'their mean is (\S+) to (\S+) up to 0.1, and (\S+) at 0.3',
-                [capped[0.01:0.1].max(), capped[0.01:0.1].min(), capped_at_largest.mean()], 0)
+                [capped[0.01:0.1].max(), capped[0.01:0.1].min(), capped[0.3]], 0)
     pressed = runs[(runs.method == 'soft_capping') & (runs.lr >= 0.01)]
     assert pressed.logit_max.min() > 29.9
+
+    # LRS
+    lrs = pd.DataFrame({name: found.lrs_n1 for name, found in grid_lrs().items()})
+    assert (lrs.idxmax() == 'baseline').all()
+    others = lrs.loc[['z-loss', 'μ-loss λ=0.1', 'μ-centering']].stack()
+    assert_says(r"decay's LRS is (\S+) to (\S+), near the (\S+) to (\S+) of z-loss and the cures",
+                [*extrema(lrs.loc['weight decay']), *extrema(others)], 2)
+    without = lrs['seed 1'].drop('baseline')
+    assert lrs['seed 1'].baseline > 0.2 and without.max() < 0.12  # prediction 9
+    assert {*without.nsmallest(3).index} == {'z-loss', 'μ-loss λ=0.1', 'μ-centering'}
+    theirs = pd.read_csv(f'{ROOT}/results/authors/lrs.csv')
+    theirs = theirs[(theirs['size'] == '16M') & (theirs.weight_tying == 0)]
+    theirs = theirs.drop_duplicates('variant').set_index('variant').lrs_n1
+    assert theirs[lrs.index].idxmax() == 'baseline'
+    larger = lrs.gt(theirs[lrs.index], axis=0)
+    assert larger.drop('weight decay').all(axis=None) and not larger.loc['weight decay'].any()
 
     authors = pd.read_csv(f'{ROOT}/results/authors/results.csv')
     authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0)]
@@ -126,7 +139,7 @@ def test_sentences_on_the_grid():
     gain = authors.baseline[0.3] - authors[['weight_decay', 'mu_loss']].loc[0.3]
     assert_says(r'and gains (\S+) of (\S+) nats at 0.3', gain, 1)
     assert_says(r'ends (\S+) nats above theirs there', [gain.mu_loss], 1)
-    own_above = (losses.loc[0.3] - losses.min())[[*near, 'soft-capping']]
+    own_above = (means.loc[0.3] - means.min())[[*near, 'soft-capping']]
     theirs_above = (authors.loc[0.3] - authors.min())[['z_loss', 'soft_capping', 'mu_loss', 'mu_centering']]
     assert_says(r"end (\S+) to (\S+) above their lowest losses there, and the authors' (\S+) to ([\d.]+\d)\.",
                 [*extrema(own_above), *extrema(theirs_above)], 2)
@@ -250,11 +263,11 @@ def test_natural_in_readme():
     item, other_item = items.groups()
     found = re.findall(r'\b\d\.\d\d\b', item)
     names = ['baseline', 'baseline, fp32 logits', 'μ-loss, λ = 0.1', 'μ-centering', 'z-loss']
-    first = runs[(runs.seed == 1) & (runs.lr <= 0.1)].pivot(index='lr', columns='name', values='test_loss')
-    behind = (first.baseline - first.min(axis=1)).max()
+    means = runs[runs.lr <= 0.1].pivot_table('test_loss', 'lr', 'name')
+    behind = (means.baseline - means.min(axis=1)).max()
     assert found == [*(f'{losses[name]:.2f}' for name in names), f'{behind:.2f}']
 
-    decay = (first['weight decay'] - first.baseline).loc[0.001:]
+    decay = means['weight decay'] - means.baseline
     found = re.search(r'In the small model it costs (\S+) to (\S+) nats at', readme)
     assert [*found.groups()] == [f'{x:.1f}' for x in extrema(decay)]
 

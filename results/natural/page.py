@@ -172,35 +172,37 @@ def quick_lrs_table():
     return markdown(lines, ['', 'LRS'])
 
 
+def lrs_of(runs):
+    """LRS by analyze.py's function, a row for each variant that it compares."""
+    lrs, _ = analyze.learning_rate_sensitivity(runs)
+    return lrs[lrs.suffix == ''].set_index('variant')
+
+
 def grid_lrs():
     """
-    LRS by analyze.py's function, a table with a row for each variant: of seed 1 of the grid, of the same with
-    seed 2 at 0.3, and of the authors' untied 16M over the same learning rates.
+    LRS of the grid: {'seed 1': of that seed, which alone has all learning rates, and so on: with the runs of
+    another seed at the two largest in place of its own}.
     """
     runs = untied_runs('grid')
-    runs = runs[runs.logits_dtype == 'bfloat16']
-    first = runs[runs.seed == 1]
-    second_at_largest = runs[(runs.seed == 2) & (runs.lr == 0.3)].assign(seed=1)
-    second = pd.concat([first[first.lr != 0.3], second_at_largest])
-
-    authors, _ = analyze.read_runs(HERE.parent / 'authors/results.csv')
-    authors = authors[(authors['size'] == '16M') & (authors.weight_tying == 0) & authors.lr.isin(first.lr)]
-
-    found = []
-    for part in (first, second, authors):
-        lrs, _ = analyze.learning_rate_sensitivity(part)
-        found.append(lrs.set_index('variant'))
+    first = lrs_of(runs)
+    found = {'seed 1': first}
+    for seed in sorted({*runs.seed.astype(int)} - {1}):
+        at_largest = runs[(runs.seed == seed) & (runs.lr >= 0.1)].assign(seed=1)
+        others = runs[(runs.seed == 1) & (runs.lr < 0.1)]
+        found[f'seed {seed} from 0.1 on'] = lrs_of(pd.concat([others, at_largest])).loc[first.index]
     return found
 
 
 def grid_lrs_table():
     """LRS of the grid beside that of the authors' untied 16M."""
-    first, second, authors = grid_lrs()
+    found = grid_lrs()
+    authors, _ = analyze.read_runs(HERE.parent / 'authors/results.csv')
+    authors = lrs_of(authors[(authors['size'] == '16M') & (authors.weight_tying == 0)])
     lines = []
-    for variant in first.index:
-        cells = [report.lrs_cell(lrs.loc[variant]) for lrs in (first, second)]
+    for variant in found['seed 1'].index:
+        cells = [report.lrs_cell(lrs.loc[variant]) for lrs in found.values()]
         lines.append([variant, *cells, f'{authors.lrs_n1[variant]:.3f}'])
-    return markdown(lines, ['', 'seed 1', 'with seed 2 at 0.3', "the authors' 16M"])
+    return markdown(lines, ['', *found, "the authors' 16M"])
 
 
 def lam_table():
