@@ -32,12 +32,16 @@ FLAGS = {train: '''
     --seed=1.5 -> --seed, 1.5
     --seed=4294967296 -> --seed=4294967296
     --seed=202611280405 -> --seed=202611280405
+    --device=cuda -> --device=cuda
+    --method=soft_capping --cap=0 -> --cap=0
     --out={bad}/x.txt -> x.txt
+    --init_from={bad}/model.pt --out={bad} -> --init_from={bad}/model.pt
     --vocab_size=100 -> 257, --vocab_size
     --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
     --data={bad}/long -> x_train_000000.bin, uint16
     --data={bad}/few -> few, --block_size=32
+    --data={bad}/part -> part, 2, 3, meta.json
     --data={bad}/words --vocab_size=100 -> --vocab_size=100, x_val_000000.bin
     ''', prepare_fineweb: '''
     --source=local --files=x --out= -> --out
@@ -56,6 +60,8 @@ GOOD = shard(range(257))
 TRAIN, VAL = 'x_train_000000.bin', 'x_val_000000.bin'
 FILES = {
     'good/meta.json': b'{"vocab_size": 257}', f'good/{TRAIN}': GOOD, f'good/{VAL}': GOOD,
+    'part/meta.json': b'{"vocab_size": 257, "shards": 3, "done": true}',
+    f'part/{TRAIN}': GOOD, f'part/{VAL}': GOOD,
     'words/meta.json': b'{"vocab_size": 60}', f'words/{TRAIN}': GOOD, f'words/{VAL}': GOOD,
     f'cut/{TRAIN}': GOOD[:-2], f'long/{TRAIN}': GOOD + 2 * b'x',
     f'few/{TRAIN}': shard(range(3)), 'a.doc': b'x', 'x.txt': b'x',
