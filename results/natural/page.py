@@ -311,7 +311,7 @@ def draw_grid():
             label = name if run.seed == 1 else None
             for ax, column in zip(axes, ('val_loss', 'logit_mean'), strict=True):
                 draw_curve(ax, curves, run, column, color=color, label=label)
-    axes[0].set(xlabel='step', ylabel='val loss', ylim=(1.4, 4))
+    axes[0].set(xlabel='step', ylabel='val loss', ylim=(1.4, 4.6))
     axes[1].set(xlabel='step', ylabel='mean logit')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4, frameon=False)
     figure.savefig(HERE / 'figure.png', dpi=120)
