@@ -826,7 +826,7 @@ def published_lrs(row):
 
 
 def rates_of_fullest_seed(runs):
-    """The learning rates of that seed of a variant that has the most; of the lowest such seed."""
+    """The learning rates of that seed of a variant that has the most. Of several, the lowest seed counts."""
     fullest = runs.groupby('seed').lr.nunique().idxmax()
     return sorted(runs.lr[runs.seed == fullest].unique())
 

@@ -56,6 +56,7 @@ def test_sentences_on_rounding_at_evaluation():
     assert_lists('with BF16 logits at evaluation, lose', twin.rounding.loc[end], 2)
     assert_lists('The gap rises from', gap.loc[30_000], 2)
     assert_lists(f'{listed(gap.loc[30_000], 2)} at step 30,000 to', gap.loc[40_000], 2)
+    assert (own.logit_mean.loc[end] > own.logit_mean.loc[40_000]).all()
     assert (gap.loc[end] < gap.loc[40_000]).all() and (twin.rounding.loc[end] > own.rounding.loc[end]).all()
 
     curves = read('grid', 'curves')
@@ -135,7 +136,7 @@ def test_sentences_on_the_grid():
     assert_says(r'ends (\S+) and (\S+) above the baseline in seeds 1 and 2, and (\S+) in',
                 above['soft-capping'][0.1], 3)
     capped = mean_logits['soft-capping']
-    assert_says(r'its cap of 30: (\S+) at 0.01, (\S+) at 0.03,', [capped[0.01][1], capped[0.03][1]], 0)
+    assert_says(r'beside its cap of 30: (\S+) at 0.01, (\S+) at 0.03,', [capped[0.01][1], capped[0.03][1]], 0)
     assert_lists('at 0.03,', capped[0.1], 0)
     assert_lists('at 0.1, and', capped[0.3], 0)
     pressed = runs[(runs.method == 'soft_capping') & (runs.lr >= 0.01)]
@@ -153,9 +154,12 @@ def test_sentences_on_the_grid():
     assert lrs['seed 1'].baseline > 0.2 and without.max() < 0.12  # prediction 9
     assert {*without.nsmallest(3).index} == {'z-loss', 'μ-loss λ=0.1', 'μ-centering'}
     theirs = pd.read_csv(f'{ROOT}/results/authors/lrs.csv')
-    theirs = theirs[(theirs['size'] == '16M') & (theirs.weight_tying == 0)]
+    theirs = theirs[theirs.weight_tying == 0]
+    of_sizes = theirs[theirs.table == 'methods'].pivot(index='variant', columns='size', values='lrs_n1')
+    assert of_sizes.shape == (6, 5) and (of_sizes.idxmax() == 'baseline').all()
+    assert (of_sizes.loc['z-loss'] > of_sizes.loc[['μ-loss', 'μ-centering']].max()).all()
+    theirs = theirs[theirs['size'] == '16M']
     theirs = theirs.drop_duplicates('variant').set_index('variant').lrs_n1
-    assert theirs[lrs.index].idxmax() == 'baseline'
     larger = lrs.gt(theirs[lrs.index], axis=0)
     assert larger.drop('weight decay').all(axis=None) and not larger.loc['weight decay'].any()
 
