@@ -204,7 +204,7 @@ def read_texts(paths, first_file=0, first_row=0):
                     yield file, row, text
                 row += 1
         except Exception as error:  # of many kinds; in which of a thousand files?
-            raise ValueError(f'{paths[file]}, row {row}: {error!r}') from error
+            raise ValueError(f'{paths[file]}, row {row}: {type(error).__name__}: {error}') from error
 
 
 # -------- tokens: documents become tuples (file, row, before, tokens), where `before` is the number of tokens

@@ -316,6 +316,24 @@ def test_shell_variables(runs, monkeypatch):
     assert {path.parent.name for path in Path('my scratch/out').glob('*/result.json')} == {'r0', 'r1'}
 
 
+def test_escaped_variables(runs, monkeypatch):
+    """To the shell that runs a list under Slurm they are a folder's name, so that no runner expands them."""
+    monkeypatch.setenv('SCRATCH', 'scratch')
+    runs.add()
+    runs.lines[-1] = runs.lines[-1].replace('out/my runs', '\\$SCRATCH/out')
+    status, _, analysed = runs.call()
+    assert status == 2 and not analysed and not Path('scratch').exists()
+
+
+@pytest.mark.parametrize('task, runs_list', [('', 'runs.txt'), ('1', 'lost.txt')])
+def test_slurm_without_a_line(task, runs_list, tmp_path):
+    """Neither a job without --array nor a lost list may seem done; without --array nothing is run."""
+    (tmp_path / 'runs.txt').write_text('touch ran\n')
+    env = {**os.environ, 'SLURM_ARRAY_JOB_ID': '9', 'SLURM_ARRAY_TASK_ID': task}
+    done = subprocess.run(['bash', f'{ROOT}/tools/slurm.sh', runs_list], env=env, cwd=tmp_path)
+    assert done.returncode != 0 and not (tmp_path / 'ran').exists()
+
+
 def test_done_by_another_runner(runs):
     """Two runners of one list at once: a run that the other one has done meanwhile has not failed."""
     runs.add()

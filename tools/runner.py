@@ -45,6 +45,7 @@ def read_run(line, fingerprints, gpus_elsewhere):
     """
     words = shlex.split(os.path.expandvars(line))  # expands $SCRATCH and the like, as a shell would
     train.check('train.py' in words, f'no train.py in: {line}')
+    train.check('\\$' not in line, f'\\$ is no variable to a shell, but a folder of that name: {line}')
     train.check('=' not in words[0], f'NAME=value before the command, which only a shell understands: {line}')
     train.check(not any('$' in word for word in words), f'$ without a variable of this name: {line}')
 

@@ -15,8 +15,9 @@
 #SBATCH --output=slurm-%A_%a.log  # a log for each line of the list,
 #SBATCH --open-mode=append        # which goes on when the task is requeued
 
-task="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-command=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$1")
+line=${SLURM_ARRAY_TASK_ID:?is not set: submit with --array=1-N}
+task="${SLURM_ARRAY_JOB_ID}_$line"
+command=$(sed -n "${line}p" "$1") || exit  # if there is no such list
 echo "$(date), $(hostname): $command"
 if [ -z "$command" ] || [ "${command:0:1}" = '#' ]; then
   exit
