@@ -431,7 +431,7 @@ def lrs(tmp_path):
         lines = ['method,size,weight_tying,init_loss,lr,test_loss']
         lines += [f'baseline,16M,0,10.83,{i},{loss}' for i, loss in enumerate(losses, 1)]
         (tmp_path / 'losses.csv').write_text('\n'.join(lines))
-        runs, _ = read_runs(tmp_path / 'losses.csv')
+        runs = read_runs(tmp_path / 'losses.csv')
         rows, _ = learning_rate_sensitivity(runs)
         row, = rows.itertuples()
         return row.lrs, row.lrs_n1
@@ -450,4 +450,4 @@ def test_lrs_of_losses_above_the_initial_one(lrs):
     losses = [4.0, 3.5, 12.0]
     assert lrs(losses)[0] == pytest.approx((0.5 + 10.83 - 3.5) / 3)
     assert lrs(losses + [math.nan]) == lrs(losses + [10.83]) == lrs(losses + [99.0])
-    assert math.isnan(lrs([math.inf, math.nan])[0])  # nothing was learned
+    assert math.isnan(lrs([math.inf, math.nan, 99.0])[0])  # nothing was learned

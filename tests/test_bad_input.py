@@ -1,6 +1,5 @@
 """What cannot work is refused with one line that names it, before anything is written."""
 import pytest
-import torch
 
 import analyze
 import prepare_fineweb
@@ -14,7 +13,6 @@ FLAGS = {train: '''
     --lr=nan -> --lr
     --grad_clip=-0.5 -> --grad_clip=-0.5
     --min_lr=1 -> --min_lr=1, --lr
-    --warmup=100 --steps=100 -> --warmup=100, --steps=100
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
     --steps=40.5 -> --steps, 40.5
     --steps=inf -> --steps, inf
@@ -26,26 +24,14 @@ FLAGS = {train: '''
     --micro_batch_size=0 -> --micro_batch_size=0
     --n_layer=0 -> --n_layer=0
     --n_layer=1.5 -> --n_layer, 1.5
-    --n_head=3 -> --n_embd=32, --n_head=3
-    --rope_fraction=1.5 -> --rope_fraction=1.5
-    --beta2=1 -> --beta2=1
     --seed=1.5 -> --seed, 1.5
-    --seed=4294967296 -> --seed=4294967296
-    --seed=202611280405 -> --seed=202611280405
-    --device=cuda -> --device=cuda
-    --method=soft_capping --cap=0 -> --cap=0
-    --out={bad}/x.txt -> x.txt
-    --init_from={bad}/model.pt --out={bad} -> --init_from={bad}/model.pt
     --vocab_size=100 -> 257, --vocab_size
     --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
     --data={bad}/long -> x_train_000000.bin, uint16
-    --data={bad}/few -> few, --block_size=32
-    --data={bad}/part -> part, 2, 3, meta.json
-    --data={bad}/words --vocab_size=100 -> --vocab_size=100, x_val_000000.bin
+    --data={bad}/few --vocab_size=64 -> few, --block_size=32
+    --data={bad}/part -> part, unfinished
     ''', prepare_fineweb: '''
-    --source=local --files=x --out= -> --out
-    --source=local --files={bad}/*.* -> .doc, .csv
     --source=local --files={bad}/*.TXT -> no file, *.TXT
     --shard_tokens=3e9 -> 2^31
     ''', analyze: '''
@@ -60,18 +46,15 @@ GOOD = shard(range(257))
 TRAIN, VAL = 'x_train_000000.bin', 'x_val_000000.bin'
 FILES = {
     'good/meta.json': b'{"vocab_size": 257}', f'good/{TRAIN}': GOOD, f'good/{VAL}': GOOD,
-    'part/meta.json': b'{"vocab_size": 257, "shards": 3, "done": true}',
-    f'part/{TRAIN}': GOOD, f'part/{VAL}': GOOD,
-    'words/meta.json': b'{"vocab_size": 60}', f'words/{TRAIN}': GOOD, f'words/{VAL}': GOOD,
+    'part/meta.json': b'{"vocab_size": 257, "done": false}', f'part/{TRAIN}': GOOD, f'part/{VAL}': GOOD,
     f'cut/{TRAIN}': GOOD[:-2], f'long/{TRAIN}': GOOD + 2 * b'x',
-    f'few/{TRAIN}': shard(range(3)), 'a.doc': b'x', 'x.txt': b'x',
+    f'few/{TRAIN}': shard(range(3)), f'few/{VAL}': GOOD, 'a.doc': b'x', 'x.txt': b'x',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'no_runs.csv': b'method,size,weight_tying,lr,test_loss\n'}
 
 
 @pytest.mark.parametrize('program, flags, named', CASES)
-def test_bad_input(program, flags, named, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+def test_bad_input(program, flags, named, tmp_path):
     bad = tmp_path / 'bad'
     for path, content in FILES.items():
         (bad / path).parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import small_runs
 import train
 from conftest import ROOT, finish, process
 from small_runs import SMALL, assert_same, at_step, free_port, kill, load, log_of, ranks, state_of
-from test_facts import generator
 
 
 def in_float64():
@@ -70,7 +68,7 @@ def test_ranks_that_differ(corpus, tmp_path):
     flags = [*SMALL, '--steps=4', '--ckpt_every=3', f'--data={corpus}', f'--out={tmp_path}/run']
     for i, rank in enumerate(ranks(2, flags, tmp_path / 'stderr', prepare=(at_step, 2, flip_bits))):
         finish(rank, 2)
-        assert "step 3: the ranks' weights differ" in (tmp_path / f'stderr{i}').read_text()
+        assert 'the ranks differ in their weights of step 3' in (tmp_path / f'stderr{i}').read_text()
     assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 0
 
 
@@ -93,23 +91,12 @@ def other_data(folder):
     """Rank 1 has another val shard behind the same path."""
     if train.RANK == 1:
         tokens = train.fingerprint
-        train.fingerprint = lambda data: tokens(data)[::-1]
+        train.fingerprint = lambda folder: tokens(folder)[::-1]
 
 
-def other_folder(folder):
-    """Rank 1 has a disk of its own, and there a run of its own."""
-    train.PATIENCE = 1
-    if train.RANK == 1:
-        os.chdir(folder)
-        os.mkdir('run')
-        train.save({}, 'run/config.json')
-        Path('run/.lock').write_text('of another run')
-
-
-@pytest.mark.parametrize('differ, named', [
-    (other_code, 'model.py'), (other_torch, 'PyTorch'), (other_data, '--data='), (other_folder, '--out=run')])
-def test_nodes_that_differ(differ, named, corpus, tmp_path, monkeypatch):
-    """Are refused before the first step, and which rank it is."""
+@pytest.mark.parametrize('differ', [other_code, other_torch, other_data])
+def test_nodes_that_differ(differ, corpus, tmp_path, monkeypatch):
+    """Are refused before the first step."""
     monkeypatch.chdir(tmp_path)
     os.mkdir('node1')
     flags = [*SMALL, '--steps=2', f'--data={corpus}', '--out=run']
@@ -117,7 +104,7 @@ def test_nodes_that_differ(differ, named, corpus, tmp_path, monkeypatch):
     for i, rank in enumerate(ranks(2, flags, tmp_path / 'stderr', prepare=(chdir,))):
         finish(rank, 2)
         line = (tmp_path / f'stderr{i}').read_text().splitlines()[-1]
-        assert named in line and 'of rank 1' in line, line
+        assert 'the ranks differ in the code, PyTorch or --data' in line, line
     assert not (tmp_path / 'run/log.jsonl').exists()
 
 
@@ -126,56 +113,16 @@ def in_folder(folder, act, *given):
     act(*given)
 
 
-def test_threads_that_differ(monkeypatch):
-    """Nodes may have other numbers of threads, on which a sum of floats depends in its last digits."""
-    weights = torch.randn(50304, 32, generator=generator(0)) * torch.logspace(-9, 9, 32)
-    model = torch.nn.ParameterList([weights])
-    compared = []
-    monkeypatch.setattr(train.dist, 'all_gather', lambda of_ranks, own: compared.append(own))
-    monkeypatch.setattr(train, 'WORLD_SIZE', 0)
-    float_sums = []
-    for threads in (1, 2, 3, 4):
-        torch.set_num_threads(threads)
-        train.check_ranks_agree(model, 1)
-        float_sums.append(weights.double().sum().item())
-    torch.set_num_threads(1)
-    assert len({*float_sums}) > 1
-    assert all(torch.equal(sums, compared[0]) for sums in compared)
-
-
-def sees_late(model_of_step_2):
-    """Rank 1 sees no ckpt.pt at first, and then an older one, as on a network disk."""
-    if train.RANK == 1:
-        calls = []
-
-        def read_checkpoint(path, read_checkpoint=train.read_checkpoint):
-            calls.append(path)
-            if len(calls) < 3:
-                raise ValueError('not there')
-            return read_checkpoint(model_of_step_2 if len(calls) < 6 else path)
-        train.read_checkpoint = read_checkpoint
-
-
-def test_checkpoint_that_is_seen_late(corpus, tmp_path):
-    flags = [*SMALL, '--steps=6', '--ckpt_every=4', '--keep_every=2', f'--data={corpus}']
-    whole, run = tmp_path / 'whole', tmp_path / 'run'
-    for out, prepare, status in ((whole, (), 0), (run, (at_step, 5, kill), -signal.SIGKILL),
-                                 (run, (sees_late, str(run / 'model_2.pt')), 0)):
-        for rank in ranks(2, [*flags, f'--out={out}'], tmp_path / 'stderr', prepare=prepare):
-            finish(rank, status)
-    assert_same(state_of(run), state_of(whole))
-
-
 def signal_in_rank_1(model):
     if train.RANK == 1:
-        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_signal_to_one_rank(corpus, tmp_path):
     """All ranks end after the same step."""
     flags = [*SMALL, '--steps=6', '--ckpt_every=0', f'--data={corpus}', f'--out={tmp_path}/run']
     for rank in ranks(2, flags, tmp_path / 'stderr', prepare=(at_step, 3, signal_in_rank_1)):
-        finish(rank, 128 + signal.SIGUSR1)
+        finish(rank, 128 + signal.SIGTERM)
     assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 3
 
 

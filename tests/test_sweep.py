@@ -1,4 +1,5 @@
 """sweep.sh: the commands of its grids. The runner: what runs, on which GPUs, after failures and signals."""
+import contextlib
 import io
 import os
 import random
@@ -79,13 +80,6 @@ def test_grids_for_a_cpu():
     assert out['z_loss'] == 'out/laptop/laptop-untied-z_loss-lr0.001-s1'
 
 
-def test_how_long_it_takes():
-    _, message = sweep('laptop', JOBS='2')  # 21 rounds of 5.2 minutes
-    assert '42 x' in message and '111 min' in message
-    _, message = sweep('laptop', JOBS='4', STEPS='1e4', METHODS='mu_loss', SEEDS='1 2')  # 4 rounds of 0.52
-    assert '14 x' in message and '4 min' in message
-
-
 def test_variables():
     run, = plan('ablation', METHODS=' z_loss\n', SIZES='29M', LRS='5e-2', TYING='tied', LAMS='3e-5',
                 SEEDS='7', STEPS='40', DATA='d &', OUT="o $(x)'", FLAGS='--beta2=0.99  --log_every=8\n')
@@ -96,16 +90,14 @@ def test_variables():
     assert plan('demo', FLAGS='--batch_size=16')[0].batch_size == 16  # the user's flags win
 
 
-def test_what_sweep_refuses_and_notes():
+def test_what_sweep_refuses():
     assert 'METHODS' in sweep('--help')[0]
     assert 'demo demo' in sweep('demo', 'demo', status=2)[1]
     assert 'False' in sweep(TYING='False', status=2)[1]
-    commands, note = sweep('demo', METHOD='mu_loss', LR='3')  # names without the S have no effect
-    assert commands == sweep('demo')[0] and 'METHODS' in note and 'LRS' in note
 
 
 @pytest.mark.parametrize('gpus, env, n', [
-    (8, {}, 8), (6, {}, 4), (6, {'JOBS': '2'}, 2), (0, {}, 1), (8, {'NPROC': '3'}, 3), (8, {'JOBS': '9'}, 1),
+    (8, {}, 8), (6, {'JOBS': '2'}, 3), (0, {}, 1), (8, {'NPROC': '3'}, 3), (8, {'JOBS': '9'}, 1),
     (8, {'FLAGS': '--device=cpu'}, 1)])
 def test_what_sweep_starts(tmp_path, gpus, env, n):
     """The runner, in its place, so that signals reach it; with as many GPUs a run as there are."""
@@ -114,10 +106,9 @@ def test_what_sweep_starts(tmp_path, gpus, env, n):
     (tmp_path / 'python').chmod(0o755)
     env = {'PATH': f'{tmp_path}:{ENV["PATH"]}', 'SIZES': '16M', 'LRS': '0.1', 'METHODS': 'mu_loss',
            'TYING': 'tied', 'DATA': 'data/chars', **env}
-    started = subprocess.Popen(['bash', f'{ROOT}/sweep.sh'], cwd=tmp_path, env=env, text=True,
-                               stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    _, message = started.communicate()
-    assert started.returncode == 0 and ('no GPU' in message) == (gpus == 0)
+    started = subprocess.Popen(['bash', f'{ROOT}/sweep.sh'], cwd=tmp_path, env=env,
+                               stdin=subprocess.DEVNULL)
+    assert started.wait() == 0
     prepared, run, line = (tmp_path / 'calls').read_text().strip().splitlines()
     assert prepared.endswith(' prepare_fineweb.py --source=stdlib --tokenizer=chars --out=data/chars')
     assert run == f'{started.pid} -m tools.runner --jobs={env.get("JOBS", 1)}'
@@ -140,21 +131,14 @@ def note(what):
 def starts():
     return Path('notes').read_text().count('start')
 
-note('start' if os.getsid(0) == os.getpid() else 'start within reach of Ctrl-C')
+note('start')
 signal.alarm(200)  # no test waits for ever
 exec(Path('act').read_text())
 time.sleep(0.08)  # so that runs that are started together are seen together
-out.mkdir()
 (out / 'result.json').write_text('{}')
 note('end')
 print(*sys.argv)
 """
-
-
-def check_start(done, source, settings, real=train.check_start):
-    """train.check_start, but for the runs of TRAIN, which leave no settings."""
-    if Path(settings.out, 'config.json').exists():
-        real(done, source, settings)
 
 
 class Runs:
@@ -183,7 +167,6 @@ class Runs:
         replace = self.monkeypatch.setattr
         replace(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
         replace(torch.cuda, 'is_available', lambda: gpus != '')
-        replace(train, 'check_start', check_start)
         replace(runner.analyze, 'main', analysed.extend)
         replace(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
         replace(sys, 'stdin', io.StringIO('\n\n # python train.py\n'.join(self.lines)))
@@ -217,7 +200,7 @@ def test_any_list(runs, names, jobs):
     for fail, todo in (broken, [*needs]), ([], broken):
         act = f'''while starts() < {min(jobs, len(todo))}: time.sleep(0.01)  # as many go at once
 if out.name in {fail}: note('end'), sys.exit('error: no luck')'''
-        status, (first, *progress, _), analysed = runs.call(f'--jobs={jobs}', gpus=names, act=act)
+        status, (first, *progress), analysed = runs.call(f'--jobs={jobs}', gpus=names, act=act)
         assert {*re.findall('r[0-9]', str(status))} == {*fail} and bool(status) == bool(fail)
         assert first.startswith(f'{len(todo)} of 7 runs') and analysed == ['out/my runs']
         assert [line.split(' min left] ')[0] for line in progress] == [
@@ -233,76 +216,66 @@ if out.name in {fail}: note('end'), sys.exit('error: no luck')'''
             taken = Counter(sum(at_work.values(), []))
             assert len(at_work[name]) == needs[name] and len(at_work) <= jobs and taken.keys() <= {*gpus}
             assert all(n <= -(-jobs // len(gpus)) for n in taken.values())  # rounded up: some are shared
-    log = Path('out/my runs/logs', f'{broken[0]}.log').read_text()  # of both times
+    log = Path('out/my runs', broken[0], 'run.log').read_text()  # of both times
     assert log.startswith('error: no luck\ntrain.py --size=tiny')
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
-                                    signal.SIGUSR2])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_signals(runs, number):
-    """r1 and r2 are at work, in sessions of their own, when the runner is signalled: they end before it."""
+    """r1 and r2 are at work when the runner is signalled: they end before it."""
     for _ in range(4):
         runs.add()
     act = f'''if out.name in ('r1', 'r2'):
     while starts() < 3: time.sleep(0.01)
     if out.name == 'r2': os.kill(os.getppid(), {number})
     time.sleep(100)'''
-    before = signal.signal(number, signal.SIG_DFL)  # under nohup, or behind &, this process ignores some
-    status, printed, analysed = runs.call('--jobs=2', act=act)
-    signal.signal(number, before)
-    assert status == 128 + number and 'same command resumes' in printed[-1] and not analysed
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext():
+        status, _, analysed = runs.call('--jobs=2', act=act)
+        assert 'same command resumes' in status and not analysed
+    signal.signal(signal.SIGINT, before)
     assert [name for _, name, *_ in runs.notes('end')] == ['r0']
     for _, _, pid, _ in runs.notes('start'):
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
 
+    runs.capsys.readouterr()
     status, printed, analysed = runs.call('--jobs=2')
     assert status == 0 and printed[0].startswith('3 of 4 runs') and analysed
     assert len([*Path('out').glob('*/*/result.json')]) == 4
 
 
-def test_nohup(runs):
-    """A signal that is ignored, as SIGHUP by nohup, changes nothing."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    runs.add()
-    status, _, analysed = runs.call(act='os.kill(os.getppid(), signal.SIGHUP)')
-    signal.signal(signal.SIGHUP, before)
-    assert status == 0 and analysed
-
-
-def test_after_the_runs_signals_act_as_before(runs):
-    """So that Ctrl-C ends an analysis."""
-    runs.add()
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    runs.call()
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
 @pytest.mark.parametrize('flags, named', [
-    (['--steps=7'], 'steps'), (['--seed=9'], 'same name'), (['', '--seed=0'], 'same name'),
-    (['--bta=1'], '--bta'), (['--data=none'], 'none'), (['--device=cuda'], 'GPU'),
-    (['', '--lr=1 --out="out/my runs/r0"'], '--out'), (['', '--out=y/r1'], 'y/r1'),
-    (['--seed=9 --beta2=0.9 --out="out/my runs/s/x"'], 'beta2=0.95')])
+    (['', '--bta=1'], '--bta'), (['', '--data=none'], 'none'), (['', '--lr=nan'], '--lr'),
+    (['--out="out/my runs/s/x"'], 'seed=9')])
 def test_what_is_refused_before_the_first_run(runs, flags, named):
-    """By train.py; or by analyze.py, which could not compare it with x or another of the list."""
-    args = train.resolve_args(train.parser.parse_args([*runs.flags.split(), '--seed=9']))
-    args.data_fingerprint = train.fingerprint(train.open_data(args))
-    Path('out/my runs/s/x').mkdir(parents=True)
-    train.save(vars(args), 'out/my runs/s/x/config.json')
-    train.save({}, 'out/my runs/s/x/result.json')
+    """By train.read_command, as train.py itself would; x is there, with another seed."""
+    args = train.read_command([*runs.flags.split(), '--seed=9', '--out=out/my runs/s/x'])
+    Path(args.out).mkdir(parents=True)
+    train.save(vars(args), f'{args.out}/config.json')
     for of_run in flags:
         runs.add(of_run)
     status, printed, _ = runs.call()
     assert status == 2 and named in printed[-1] and len(printed) < 3 and not runs.notes()
 
 
-@pytest.mark.parametrize('line, named', [
-    ('X=1 python train.py --out=out/x/a', 'X=1'), ('python train.pi --out=out/x/a', 'train.pi'),
-    ('python train.py --out=$NOWHERE/a', 'NOWHERE'), ('# python train.py --out=out/x/a', 'no commands')])
-def test_lines_that_are_no_command(runs, line, named):
-    runs.lines = [line]
-    status, printed, _ = runs.call()
-    assert status == 2 and named in printed[-1] and not Path('out').exists()
+def test_check_starts_nothing(runs):
+    """On a login node without GPUs, where runs on GPUs have begun, in their default dtype."""
+    runs.flags = runs.flags.replace('--dtype=float32', '')
+    runs.add(processes=4)
+    runs.add(processes=4)
+    done = 'out/my runs/r0'
+    args = train.read_command([*runs.flags.split(), '--seed=0', '--device=cuda', f'--out={done}'], 4)
+    Path(done).mkdir(parents=True)
+    train.save(vars(args), f'{done}/config.json')
+    train.save({}, f'{done}/result.json')
+
+    status, printed, analysed = runs.call('--check')
+    assert status == 0 and len(printed) == 1 and printed[0].startswith('1 of 2 runs')
+    assert not analysed and not runs.notes() and os.listdir('out/my runs') == ['r0']
+    runs.lines[0] += ' --eps=1'
+    status, printed, _ = runs.call('--check')
+    assert status == 2 and 'eps=' in printed[-1]
 
 
 def test_shell_variables(runs, monkeypatch):
@@ -314,15 +287,6 @@ def test_shell_variables(runs, monkeypatch):
     status, _, analysed = runs.call()
     assert status == 0 and analysed == ['my scratch/out']
     assert {path.parent.name for path in Path('my scratch/out').glob('*/result.json')} == {'r0', 'r1'}
-
-
-def test_escaped_variables(runs, monkeypatch):
-    """To the shell that runs a list under Slurm they are a folder's name, so that no runner expands them."""
-    monkeypatch.setenv('SCRATCH', 'scratch')
-    runs.add()
-    runs.lines[-1] = runs.lines[-1].replace('out/my runs', '\\$SCRATCH/out')
-    status, _, analysed = runs.call()
-    assert status == 2 and not analysed and not Path('scratch').exists()
 
 
 @pytest.mark.parametrize('task, runs_list', [('', 'runs.txt'), ('1', 'lost.txt')])
@@ -337,8 +301,7 @@ def test_slurm_without_a_line(task, runs_list, tmp_path):
 def test_done_by_another_runner(runs):
     """Two runners of one list at once: a run that the other one has done meanwhile has not failed."""
     runs.add()
-    status, _, analysed = runs.call(act="""out.mkdir()
-(out / 'result.json').write_text('{}')
+    status, _, analysed = runs.call(act="""(out / 'result.json').write_text('{}')
 sys.exit('error: the folder is locked by another process')""")
     assert status == 0 and analysed
 
@@ -349,41 +312,3 @@ def test_preempted(runs):
     status, printed, _ = runs.call(act="sys.exit(143)")
     assert 'r0' in status and printed[0].startswith('1 of 1')
     assert runs.call()[0] == 0
-
-
-def test_check_starts_nothing(runs, monkeypatch):
-    """On a login node without GPUs, where runs on GPUs have begun, in their default dtype."""
-    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: {})
-    runs.flags = runs.flags.replace('--dtype=float32', '')
-    runs.add(processes=4)
-    runs.add(processes=4)
-    args = train.parser.parse_args([*runs.flags.split(), '--seed=0', '--device=cuda'])
-    train.resolve_args(args, 4)
-    args.data_fingerprint = train.fingerprint(train.open_data(args))
-    done = Path('out/my runs/r0')
-    done.mkdir(parents=True)
-    train.save(vars(args), str(done / 'config.json'))
-    train.save({}, str(done / 'result.json'))
-
-    status, printed, analysed = runs.call('--check')
-    assert status == 0 and len(printed) == 1 and printed[0].startswith('1 of 2 runs')
-    assert not analysed and not runs.notes() and sorted(os.listdir('out/my runs')) == ['r0']
-    runs.lines[1] += ' --batch_size=6'
-    status, printed, _ = runs.call('--check')
-    assert status == 2 and 'batch_size=6' in printed[-1]
-
-
-def test_processes_of_several_nodes():
-    launcher = 'torchrun --nnodes=2 --nproc-per-node 4 --rdzv_endpoint=host:29500'
-    assert runner.read_launcher(launcher.split()) == 8
-    assert runner.read_launcher(['python']) == 1
-
-
-def test_data_are_read_once(runs, monkeypatch):
-    """The fingerprint of shards that all runs share."""
-    calls = []
-    real = train.fingerprint
-    monkeypatch.setattr(train, 'fingerprint', lambda data: calls.append(data) or real(data))
-    for _ in range(5):
-        runs.add()
-    assert runs.call()[0] == 0 and len(calls) == 1

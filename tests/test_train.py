@@ -4,15 +4,13 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from conftest import ROOT, finish, process, refused
+from conftest import finish, process, refused
 from small_runs import SMALL, assert_same, at_step, kill, load, log_of, result_of, state_of
 
 
@@ -40,64 +38,49 @@ def test_log_lines(trained):
 
 
 def test_modes(trained, monkeypatch):
-    """What a fork adds, such as dropout, is on in training and off in evaluation; shards are not saved."""
+    """What a fork adds, such as dropout, is on in training and off in evaluation."""
     modes, forward = [], train.GPT.forward
     monkeypatch.setattr(train.GPT, 'forward', lambda gpt, *given, **named: (
         modes.append(gpt.training), forward(gpt, *given, **named))[1])
     trained('run', '--steps=2', '--eval_every=1')
     assert modes == [False, True, False, True, False, False]
-    shards = SimpleNamespace(state_dict=lambda: {'E': SimpleNamespace(full_tensor=None)})  # as FSDP has them
-    refused(lambda: train.save_checkpoint({'model': shards}, 1, None), 'shard')
 
 
-def test_full_disk_under_stdout(corpus, tmp_path):
-    """Training goes on, and ends with status 0: its own folder may lie on another disk."""
-    argv = [*SMALL, '--steps=3', f'--data={corpus}', f'--out={tmp_path}/run']
-    with open('/dev/full', 'w') as full:  # Python itself writes once more at its end
-        subprocess.check_call([sys.executable, f'{ROOT}/train.py', *argv], stdout=full)
-    assert [line['step'] for line in log_of(tmp_path / 'run')] == [0, 1, 2, 3, 3]
-    assert (tmp_path / 'run/result.json').exists()
-
-
-def test_no_compile_is_named(trained, monkeypatch):
-    """The last line of an error of a compiled run says how to do without the compiler."""
-    def no_compiler(*given, **named):
-        raise OSError('no space left in TMPDIR')
-    monkeypatch.setattr(torch, 'compile', no_compiler)
-    with pytest.raises(OSError) as caught:
-        trained('run', '--steps=1', '--compile')
-    assert '--no-compile' in caught.value.__notes__[-1]
-
-
-def test_unfinished_shards(corpus, trained, tmp_path, capsys):
+def test_unfinished_shards(corpus, trained, tmp_path):
+    """Are refused: the run could not be resumed once there are more."""
     data = shutil.copytree(corpus, tmp_path / 'data')
-    for done, warned in ((False, True), (True, False)):
-        train.save({**train.read_json(f'{data}/meta.json'), 'done': done}, f'{data}/meta.json')
-        trained(f'run{done}', '--steps=1', f'--data={data}')
-        assert (f'{data} is not finished' in capsys.readouterr().out) == warned
+    train.save({**train.read_json(f'{data}/meta.json'), 'done': False}, f'{data}/meta.json')
+    refused(lambda: trained('run', '--steps=1', f'--data={data}'), f'{data} is unfinished')
 
 
 def test_times(trained, monkeypatch, capsys):
     """A step takes 100 s, the first of each kind 1,000 s more, the last two 500 s, an evaluation 10,000 s."""
     clock = SimpleNamespace(now=0, to_wait=0, perf_counter=lambda: clock.now)  # to_wait: for the device
+
     compilation = {True: 1000, False: 1000}
     def train_step(*given, with_stats, real=train.train_step, **of_a_fork):
         clock.to_wait += (100 if given[3] < 19 else 500) + compilation.pop(with_stats, 0)
         return real(*given, with_stats=with_stats, **of_a_fork)
-    def synchronize():
+
+    def wait():  # where numbers go to the CPU
         clock.now, clock.to_wait = clock.now + clock.to_wait, 0
+
+    def log_record(*given, real=train.log_record):
+        wait()
+        return real(*given)
+
     def evaluate(*given):
-        synchronize()  # its loss goes to the CPU
+        wait()
         clock.now += 10_000
         given[0].E.data.fill_(3)  # as a fork's EMA takes its place
         return 0.0
     for where, name, replacement in ((train, 'train_step', train_step), (train, 'evaluate', evaluate),
-                                     (train, 'time', clock), (torch.cpu, 'synchronize', synchronize)):
+                                     (train, 'time', clock), (train, 'log_record', log_record)):
         monkeypatch.setattr(where, name, replacement)
-    out = trained('run', '--steps=20', '--log_every=2', '--eval_every=5')
+    out = trained('run', '--steps=20', '--log_every=2', '--eval_every=5', '--ckpt_every=0')
     lines, speed = [line for line in log_of(out, times=True) if 'loss' in line], 4 * 32 / 100
-    assert [line['tokens_per_second'] for line in lines[:-1]] == 4 * [None] + 6 * [speed]
-    shown = rf'^step 10/20 .* logit_max {lines[5]["logit_max"]:.6g} .* 16\.7 min left$'  # 1,000 s
+    assert [line['tokens_per_second'] for line in lines[:-1]] == 3 * [None] + 7 * [speed]
+    shown = rf'^step 10/20 .* logit_max {lines[5]["logit_max"]:.6g} .* tokens_per_second {speed:g} .* left$'
     assert re.search(shown, capsys.readouterr().out, re.M)
     assert result_of(out)['train_seconds'] == pytest.approx(2000)
     assert result_of(out)['tokens_per_second'] == pytest.approx(speed)  # the median of those that count
@@ -120,8 +103,7 @@ def test_init_from_a_checkpoint(corpus, trained, tmp_path):
     assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(20 * 4 * 32)
     assert all(state['step'] == 40 for state in optimizer['state'].values())
     assert [*map(optimizer['param_groups'][0].get, ('betas', 'eps', 'lr_scale'))] == [(0.9, 0.5), 1e-5, None]
-    refused(lambda: trained('other', *flags, '--lr=1'), f'{other} has lr=0.03', '--init_from=')
-    refused(lambda: trained('new', *flags, '--steps=20'), source, '--steps=20')  # it is of step 20
+    refused(lambda: trained('other', *flags, '--lr=1'), f'{other} has a run with lr=0.03')
     argv = [*SMALL, f'--data={corpus}', f'--out={tmp_path}/killed', *flags]  # it saves its start alone
     finish(process(train.main, argv, prepare=(at_step, 32, kill)), -signal.SIGKILL)
     os.unlink(source)
@@ -129,16 +111,13 @@ def test_init_from_a_checkpoint(corpus, trained, tmp_path):
 
 
 def test_init_from_a_model(trained, capsys):
-    """It begins at step 0 with the weights alone; another head, and text that it has seen, are said."""
+    """It begins at step 0 with the weights alone, with another head too."""
     head = ('--method=norm_softmax', '--cap=3')
     source = [trained('source', '--steps=2', *head) for _ in range(2)][0]
-    assert f'is done; --init_from={source}/model.pt ' in capsys.readouterr().out
+    assert f'{source} is done' in capsys.readouterr().out
     from_source = ('--steps=2', '--lr=1e-30', '--min_lr=0', f'--init_from={source}/model.pt')
     trained('run', *from_source)
-    said = capsys.readouterr().out
-    assert 'model.pt has method=norm_softmax, this run baseline' in said and 'model.pt has cap=3' in said
     again = trained('again', *from_source, *head, '--seed=2')
-    assert 'model.pt has' not in capsys.readouterr().out
     assert [entry['step'] for entry in log_of(again)] == [0, 1, 2, 2]
     result = result_of(again)
     assert (result['init_loss'], result['test_loss']) == (None, result_of(source)['test_loss'])
@@ -147,8 +126,6 @@ def test_init_from_a_model(trained, capsys):
 def test_environment(monkeypatch):
     """A RANK without a WORLD_SIZE is something that a launcher has left; TF32 is nobody's fp32."""
     monkeypatch.setenv('RANK', '1')
-    monkeypatch.setenv('TORCHINDUCTOR_FREEZING', '1')  # the first weights would be compiled into the model
     torch.set_float32_matmul_precision('high')
     assert runpy.run_path(train.__file__)['master_process']
-    assert torch.get_float32_matmul_precision() == 'highest' and 'TORCHINDUCTOR_FREEZING' not in os.environ
-
+    assert torch.get_float32_matmul_precision() == 'highest'

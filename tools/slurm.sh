@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One task of a Slurm job array: trains the run in line SLURM_ARRAY_TASK_ID of a list. Edit it for your cluster.
+# One task of a Slurm job array: trains the run in line SLURM_ARRAY_TASK_ID of a list. Edit it.
 #
 #     DRY_RUN=1 NPROC=4 bash sweep.sh >runs.txt
 #     python -m tools.runner --check <runs.txt        # refuses now what the tasks would refuse
 #     sbatch --array=1-420%8 tools/slurm.sh runs.txt  # 8 runs at a time
 #     sbatch --dependency=afterany:JOB --wrap='python analyze.py out/paper'
 #
-# A task that is requeued, or submitted again, goes on from its last checkpoint; if its run is done it ends.
+# A task that is requeued, or submitted again, goes on from its last checkpoint, if it is not done.
 #SBATCH --gpus-per-node=4         # NPROC of the list
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
@@ -19,9 +19,6 @@ line=${SLURM_ARRAY_TASK_ID:?is not set: submit with --array=1-N}
 task="${SLURM_ARRAY_JOB_ID}_$line"
 command=$(sed -n "${line}p" "$1") || exit  # if there is no such list
 echo "$(date), $(hostname): $command"
-if [ -z "$command" ] || [ "${command:0:1}" = '#' ]; then
-  exit
-fi
 
 # With --nodes=2 --ntasks-per-node=1 each run spans two nodes, with one torchrun on each
 if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
