@@ -209,19 +209,19 @@ def test_a_complete_sweep(complete):
     assert len(shown) == page.count('<table') + len(figures)
     images = [base64.b64decode(text) for text in re.findall('base64,(.*?)"', page)]
     assert sorted(images) == sorted(path.read_bytes() for path in (folder / 'figures').glob('*.png'))
-    lrs = 'Learning rate sensitivity (LRS), {}, of {} for several λ'
-    methods = ['Learning rate sensitivity (LRS), {}', 'Test loss against learning rate, {}',
-               'Learning rate sensitivity against size, {}',
-               'Mean embedding and logits against learning rate, {}',
-               'What centering would change in the baseline, {}']
-    ablation = [lrs.format('{}', 'μ-loss'), lrs.format('{}', 'z-loss'), 'Several values of λ, {}']
-    expected = [title.format(word) for word in ('untied', 'tied') for title in methods + ablation]
-    for names in ('r_emb and cos(μ, h)', 'r_cos and r_log'):
-        expected += [f'Distributions of {names} in the baseline, {word}' for word in ('untied', 'tied')]
-    expected += ['Additional training time ΔT, untied', 'Additional training time ΔT, tied']
-    papers = [title for title in shown if title in expected]
-    assert sorted(papers) == sorted(expected) and shown[:len(papers)] == papers
-    assert papers[:16] == expected[:16] and shown[-1] == 'All runs'
+    lrs = 'Learning rate sensitivity (LRS), {}, of {} by λ'
+    in_order = ['Learning rate sensitivity (LRS), {}', 'Test loss and mean logit, {}',
+                'Test loss against learning rate, {}', 'Learning rate sensitivity against size, {}',
+                'Mean embedding and logits against learning rate, {}',
+                'What centering would change in the baseline, {}',
+                lrs.format('{}', 'z-loss'), lrs.format('{}', 'μ-loss'), 'Several values of λ, {}']
+    expected = [title.format(word) for word in ('untied', 'tied') for title in in_order]
+    for word, names in itertools.product(('untied', 'tied'), ('r_emb and cos(μ, h)', 'r_cos and r_log')):
+        expected.append(f'Distributions of {names} in the baseline, {word}')
+    expected += ['Additional training time ΔT, untied', 'Additional training time ΔT, tied',
+                 'Test loss minus that of the baseline of that seed',
+                 'Training curves, 16M, untied, η = 0.3', 'All runs']
+    assert shown == expected
 
 
 def test_loss_against_lr(complete, drawn):
@@ -243,7 +243,7 @@ def test_loss_against_lr(complete, drawn):
                     bars.add((lr, *(round(loss_of(*run, size, lr, seed), 6) for seed in SEEDS)))
             assert lines_on(ax) == lines and points_on(ax) == points and bars_on(ax) == bars
         legend = [text.get_text() for text in figures[f'loss_{word}'].legends[0].get_texts()]
-        assert legend == [*DEFAULTS, *SIZES, 'over 1% above the lowest', 'within 1% of it']
+        assert legend == [*DEFAULTS, *SIZES]
         low, high = zooms[0].get_xlim()
         assert RATES[-3] < low < RATES[-2] and RATES[-1] < high
 
@@ -252,7 +252,7 @@ def test_loss_against_lr(complete, drawn):
     dead = drawn(results=[{**row, 'test_loss': 10.83} for row in few])['loss_tied'].axes[0]
     assert {*points_on(dead)} == {(lr, 10.83) for lr in RATES}
     two_rates = drawn(results=[row for row in few if row['lr'] > 0.05])
-    assert len(two_rates['loss_tied'].axes) == 1  # without a zoom
+    assert len(two_rates['loss_tied'].axes) == 2
     assert 'loss_tied' not in drawn(results=[row for row in few if row['lr'] == 0.3])
     many = [{**row, 'size': f'{i}M', 'n_params': i} for row in few for i in range(7)]
     assert [ax.get_title() for ax in drawn(results=many)['loss_tied'].axes[1:]] == [f'{i}M' for i in range(7)]
@@ -274,32 +274,24 @@ def test_lrs_against_size(complete, drawn):
         assert lines_on(ax) == lines and points_on(ax) == points and bars_on(ax) == bars
         assert ax.get_xscale() == 'log'
         assert [label.get_text() for label in ax.get_xticklabels()] == [*SIZES]
-        assert ax.get_yscale() == 'log' or max(y) < 10 * min(y)
 
     rows = [row for row in some_runs() if row['weight_tying']]
-    wide = [{**row, 'test_loss': 3 + row['lr'] * (2 if row['method'] == 'baseline' else 0.1)} for row in rows]
-    (ax,) = drawn(results=wide)['lrs_tied'].axes
-    low, high = ax.get_ylim()
-    labels = {label.get_position()[1]: label.get_text() for label in ax.get_yticklabels(which='both')}
-    shown = {text for y, text in labels.items() if low < y < high}
-    assert ax.get_yscale() == 'log' and {'0.02', '0.05'} <= shown
-
     for without in ([row for row in rows if row['size'] == '16M'], [{**row, 'n_params': ''} for row in rows],
                     [row for row in rows if row['lr'] > 0.05]):
         assert not [name for name in drawn(results=without) if name.startswith('lrs_')]
 
 
 def test_ablation(complete, drawn):
-    """Figure 8: a column for μ-loss and one for z-loss, each point compared with all points of its size."""
+    """Figure 8: a column for z-loss and one for μ-loss, each point compared with all points of its size."""
     figures, _ = complete
     pairs = [(method, lam) for method in ('mu_loss', 'z_loss') for lam in LAMS[method]]
     colors = dict(zip(sorted({lam for _, lam in pairs}), ('#1f77b4', '#ff7f0e', '#2ca02c'), strict=True))
     for word in ('untied', 'tied'):
         axes = np.reshape(figures[f'ablation_{word}'].axes, (2, 2))
-        assert [ax.get_title() for ax in axes[0]] == ['μ-loss', 'z-loss']
-        for (top, bottom), method in zip(axes.T, ('mu_loss', 'z_loss'), strict=True):
+        assert [ax.get_title() for ax in axes[0]] == ['z-loss', 'μ-loss']
+        for (top, bottom), method in zip(axes.T, ('z_loss', 'mu_loss'), strict=True):
             losses, sensitivities, points, lrs_points = [], [], {}, {}
-            for lam, size in itertools.product(LAMS[method], SIZES):
+            for size, lam in itertools.product(SIZES, LAMS[method]):
                 means = [mean_loss(method, lam, size, lr) for lr in RATES]
                 losses.append((colors[lam], RATES, pytest.approx(means)))
                 behind = [is_behind(method, lam, size, lr, pairs) for lr in RATES]
@@ -319,19 +311,14 @@ def test_ablation(complete, drawn):
 
     rows = [row for row in some_runs() if row['size'] == '16M']
     assert len(drawn(results=rows)['ablation_tied'].axes) == 2
-    at_largest = [row for row in rows if row['lr'] == 0.3 and row['lam'] == 100]
     others = [{**row, 'method': 'z_loss', 'init_loss': 20, 'test_loss': 4} for row in rows if row['lam']]
     for row in others:
         if row['lr'] == 0.3:
             row['test_loss'] = 15  # which the axis shows, as they learned something
-    for row in at_largest:
-        row['test_loss'] = 10.83  # of runs that learned nothing: below them on the same axis
     left, right, *_ = drawn(results=others + rows)['ablation_tied'].axes
-    markers = [len(points.get_paths()[0].vertices) for ax in (left, right) for points in ax.collections
-               if not isinstance(points, LineCollection) and len(points.get_offsets())]
-    assert left.get_ylim() == right.get_ylim() and len({*markers}) == 1  # no triangles
+    assert left.get_ylim() == right.get_ylim() and 15 < left.get_ylim()[1] < 16
     for without in ([{**row, 'n_params': ''} for row in rows], [row for row in rows if row['lr'] > 0.05]):
-        assert len(drawn(results=without)['ablation_tied'].axes) == 1  # there is no LRS
+        assert not lines_on(drawn(results=without)['ablation_tied'].axes[1])  # there is no LRS
     assert 'ablation_tied' not in drawn(results=[row for row in rows if row['lam'] in (None, 1e-4)])
 
 
@@ -344,7 +331,7 @@ def test_distributions(complete, drawn):
         n = len(axes) // 2
         left, right = np.reshape(axes[:n], (2, 2)), np.reshape(axes[n:], (2, 2))
         for (i, size), (j, quantity) in itertools.product(enumerate(SIZES), enumerate(quantities)):
-            boxes, ranges, levels, shares, share_bars = set(), set(), [], {}, set()
+            boxes, ranges, levels, shares = set(), set(), [], {}
             for lr in RATES:
                 seeds = [values_of({'lr': lr, 'seed': seed}, quantity) for seed in SEEDS]
                 boxes.add((lr, *np.mean([np.quantile(x, (0.25, 0.75)) for x in seeds], axis=0).round(6)))
@@ -355,7 +342,6 @@ def test_distributions(complete, drawn):
                     share = [90, 80]
                 behind = is_behind('baseline', None, size, lr, DEFAULTS.values())
                 shares[lr, round(np.mean(share), 6)] = '#ff0000' if behind else '#ffffff'
-                share_bars.add((lr, round(min(share), 6), round(max(share), 6)))
             ax = left[i, j]
             assert bars_on(ax) == boxes | ranges
             marks = [line.get_ydata() for line in ax.lines if line.get_marker() == '_']
@@ -363,7 +349,7 @@ def test_distributions(complete, drawn):
             threshold = [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == ':']
             assert threshold == [0 if quantity == 'cos_mu_h' else 1]
             assert ax.get_title(loc='left') == size and ax.get_ylabel() == report.LABELS[quantity]
-            assert points_on(right[i, j]) == shares and bars_on(right[i, j]) == share_bars
+            assert points_on(right[i, j]) == shares
             assert ('> 0' if quantity == 'cos_mu_h' else '< 1') in right[i, j].get_ylabel()
 
     rows = [row for row in some_runs() if row['size'] == '16M']
@@ -374,8 +360,6 @@ def test_distributions(complete, drawn):
               if row['method'] == 'baseline']
     both = drawn(results=broken + second, distributions=made_up_distributions(rows + second))
     assert {lr for lr, *_ in bars_on(both['r_emb_tied'].axes[0])} == {*RATES[:-1]}  # finite, first variant
-    assert 'r_emb_beta2_0.9_tied' in drawn(
-        results=others + second, distributions=made_up_distributions(second))
     for without in ({'results': rows}, {'results': others, 'distributions': made_up_distributions(rows)}):
         assert not {'r_emb_tied', 'r_cos_tied'} & {*drawn(**without)}
 
@@ -394,7 +378,7 @@ def tables_of(rows, folder):
     """The tables of these runs, without figures, which take a while."""
     write(folder, results=rows)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(analyze, 'draw', lambda *_: [])
+        patched.setattr(plt.Figure, 'savefig', lambda *_, **more: None)
         analyze.main([f'--results={folder}/results.csv', f'--out={folder}/out'])
     return tables_in(folder / 'out/tables.md')
 
@@ -415,10 +399,10 @@ def test_lrs_beside_the_papers(complete, tmp_path):
             assert lines[size, 'mean (Eq. 21)'][variant] == f'{n1 * 6 / 7:.3f}'
         for variant, text in printed[word].items():
             assert lines['16M', "the paper's"][variant] == text
-    ablation = tables['Learning rate sensitivity (LRS), untied, of μ-loss for several λ']
+    ablation = tables['Learning rate sensitivity (LRS), untied, of μ-loss by λ']
     assert [line['100'] for line in ablation if line['LRS'] == "the paper's"] == ['0.054', '0.055']
     assert '0.031' in {line['0.0001'] for line in ablation}
-    tied = tables['Learning rate sensitivity (LRS), tied, of μ-loss for several λ']
+    tied = tables['Learning rate sensitivity (LRS), tied, of μ-loss by λ']
     assert {line['100'] for line in tied if line['LRS'] == "the paper's"} == {'-'}  # Table 4 is untied
     lrs = pd.read_csv(folder / 'lrs.csv').set_index(['table', 'size', 'weight_tying', 'variant'])
     assert lrs.paper['methods', '221M', 1, 'μ-centering'] == 0.066
@@ -436,9 +420,8 @@ def test_overhead(complete, tmp_path):
     _, folder = complete
     for word, weight_decay in (('untied', '-1.0%'), ('tied', '0.4%')):
         table = tables_in(folder / 'tables.md')[f'Additional training time ΔT, {word}']
-        assert [(line['size'], line['runs']) for line in table] == [
-            (size, which) for size in SIZES
-            for which in ('100,000 steps, a card, unknown processes', "the paper's")]
+        assert [(line['size'], line['device']) for line in table] == [
+            (size, which) for size in SIZES for which in ('a card', "the paper's")]
         for method, line in itertools.product(LAMS, table[::2]):
             if method != 'baseline':
                 mean = np.mean([seconds_of(method, line['size'], seed) for seed in SEEDS])
@@ -461,16 +444,13 @@ def test_overhead(complete, tmp_path):
     for another in ({'device': 'another'}, {'processes': 4}):
         assert cells({'train_seconds': 1, **another}) == ['7.9%', '0.4%']
 
-    rows = [{**row, 'steps': 1000} for row in some_runs() if row['lam'] != 100 and row['size'] == '16M']
-    unknown = ', unknown processes'
+    rows = [row for row in some_runs() if row['lam'] != 100 and row['size'] == '16M']
     for change, expected in (
-            ({'processes': 4}, (unknown, ' x 4')),
-            ({'beta2': 0.9}, (unknown, f'{unknown}, beta2 0.9')),
-            ({'logits_dtype': 'float32'}, (unknown, f'{unknown}, fp32 logits'))):  # of both: a line more
+            ({'processes': 4}, [('', ''), ('4', '')]),
+            ({'beta2': 0.9}, [('', ''), ('', 'beta2 0.9')])):  # of both: a line more
         changed = [{**row, **change} if row['seed'] == 2 else row for row in rows]
         table = tables_of(changed, tmp_path)['Additional training time ΔT, untied']
-        assert [line['runs'] for line in table] == [
-            f'1,000 steps, a card{name}' for name in expected] + ["the paper's"]
+        assert [(line['processes'], line['setting']) for line in table] == [*expected, ('', '')]
     alone = [row for row in rows if row['method'] == 'baseline' or (row['lr'], row['seed']) == (0.3, 1)]
     assert 'Additional training time ΔT, untied' not in tables_of(alone, tmp_path)  # one run of μ-loss
 
@@ -543,7 +523,7 @@ def test_checkpoints(trained, corpus, tmp_path, monkeypatch, capsys):
     figures = figures_of([str(tmp_path / 'runs'), f'--out={tmp_path}/out'])
 
     found = pd.read_csv(tmp_path / 'out/checkpoints.csv', dtype={'run': str}).set_index(['run', 'file'])
-    files = [['model_4.pt', 'model_8.pt', 'model_12.pt', 'model.pt'], ['model_4.pt', 'ckpt.pt']]
+    files = [['model_4.pt', 'model_8.pt', 'model.pt', 'model_12.pt'], ['model_4.pt', 'ckpt.pt']]
     assert [*found.index] == [(str(folder), name) for folder, names in zip(folders, files, strict=True)
                               for name in names]
     assert found.step.tolist() == [4, 8, 12, 12, 4, 6]
@@ -557,15 +537,14 @@ def test_checkpoints(trained, corpus, tmp_path, monkeypatch, capsys):
     name = 'checkpoints_tiny_untied_lr0.3'
     panels = {ax.get_title(): ax for ax in figures[name].axes}
     for column in ('mu_norm', 'logit_mean', 'bf16_cost', 'r_emb', 'r_cos', 'r_log'):
-        lines = [line for line in panels[report.LABELS[column]].lines if len(line.get_xdata()) > 2 or
-                 line.get_linestyle() != ':']
-        assert [line.get_label() for line in lines] == ['baseline', 'stopped, not finished']
+        lines = [line for line in panels[report.LABELS[column]].lines if line.get_linestyle() != ':']
         for line, folder in zip(lines, folders, strict=True):
             rows = found.loc[str(folder)]
             assert line.get_xdata().tolist() == rows.step.tolist() and line.get_marker() == 'o'
             assert line.get_ydata() == pytest.approx(rows[column])
-    logged = {line.get_label() for line in figures['training_tiny_untied_lr0.3'].axes[0].lines}
-    assert {'baseline', 'stopped, not finished'} <= logged
+    for drawn_of in (name, 'training_tiny_untied_lr0.3'):
+        shown = [text.get_text() for text in figures[drawn_of].legends[0].get_texts()]
+        assert shown == ['baseline', 'stopped, not finished']
     again = figures_of([f'--results={tmp_path}/out/results.csv', f'--out={tmp_path}/again'])
     assert name in again and len(again[name].axes) == 6
 
