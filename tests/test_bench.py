@@ -49,7 +49,7 @@ def test_step(method, monkeypatch):
 
     monkeypatch.setattr(train, 'make_model', recorded_model)
     monkeypatch.setattr(train, 'train_step', recorded_step)
-    step = bench.training_step(args)
+    step = bench.make_step(args)
     step()
     step()
 

@@ -3,16 +3,16 @@ Time and memory of the training step with each method, side by side in one proce
 
     python -m tools.bench --methods=baseline,mu_loss --size=16M --batch_size=8 --block_size=512
 
-It takes the flags of train.py, but for --method. The methods take turns (A B A B ...), so a machine that
-becomes slower slows all of them. It prints a line for each method: the median time of a step; the median of
-its ratio to the first method's step in the same turn; on a GPU, the memory of a step at its peak, beside what
-is held before it.
+It takes the flags of train.py, but for --method. The methods take turns (A B A B ...), so that a
+machine that becomes slower slows all of them. It prints a line for each method: the median time of
+a step, its ratio to that of the first method and, on a GPU, the memory of a step at its peak,
+beside what is held before it.
 """
 import argparse
 import itertools
+import statistics
 import time
 
-import numpy as np
 import torch
 
 import train
@@ -21,7 +21,7 @@ from model import METHODS
 torch._dynamo.config.recompile_limit = 64  # many methods in one process
 
 
-def training_step(args):
+def make_step(args):
     """A function that makes the next optimizer step of train.py, on the same batch each time."""
     model, optimizer = train.make_model(args)
     if args.compile:
@@ -32,15 +32,8 @@ def training_step(args):
 
     def step():
         train.train_step(model, optimizer, batch, next(numbers), args, with_stats=False)
+        torch.get_device_module(args.device).synchronize()
     return step
-
-
-def timed(step, device):
-    """The seconds that a step takes."""
-    start = time.perf_counter()
-    step()
-    torch.get_device_module(device).synchronize()
-    return time.perf_counter() - start
 
 
 def peak_memory(step):
@@ -51,42 +44,36 @@ def peak_memory(step):
     return torch.cuda.max_memory_allocated() - held
 
 
-def parse_methods(argv):
-    """The settings of train.py for each method, in the order of --methods, and --seconds."""
+def main(argv=None):
     add = train.parser.add_argument
     add('--methods', default=','.join(METHODS), help='separated by commas')
     add('--seconds', type=float, default=20.0, help='how long to time')
     train.parser.set_defaults(vocab_size=50304)  # whatever the data
     args = train.parser.parse_args(argv)
 
-    settings = []
+    steps = {}
     for method in args.methods.split(','):
-        train.check(method in METHODS, f'--methods={args.methods}: should be of {", ".join(METHODS)}')
-        own = argparse.Namespace(**{**vars(args), 'method': method})
-        settings.append(train.resolve_args(own))
-    return settings, args.seconds
+        own = train.resolve_args(argparse.Namespace(**{**vars(args), 'method': method}))
+        train.set_up_machine(own)
+        steps[method] = make_step(own)
+        steps[method]()  # compiles
 
+    times = {method: [] for method in steps}
+    end = time.perf_counter() + args.seconds
+    while time.perf_counter() < end:
+        for method, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[method].append(time.perf_counter() - start)
 
-def main(argv=None):
-    settings, seconds = parse_methods(argv)
-    args = settings[0]  # which differ in the method alone
-    train.set_up_machine(args)
-    steps = [training_step(own) for own in settings]
-    for step in steps:
-        timed(step, args.device)  # compiles
-
-    turns = []  # of the time of each method
-    while len(turns) < 5 or np.sum(turns) < seconds:
-        turns.append([timed(step, args.device) for step in steps])
-    times = np.array(turns)
-    ratios = times / times[:, :1]  # to the first method in the same turn
-
-    print(f'{args.size}, {args.batch_size * args.block_size} tokens, {args.dtype} on {args.device}')
-    for i, own in enumerate(settings):
-        milliseconds = 1e3 * np.median(times[:, i])
-        line = f'{own.method:15}{milliseconds:10.2f} ms{np.median(ratios[:, i]):8.3f}'
-        if args.device == 'cuda':
-            line += f'{peak_memory(steps[i]) / 2**20:10,.0f} MiB'
+    print(f'{own.size}, {own.batch_size * own.block_size} tokens, {own.dtype} on {own.device}')
+    medians = {method: statistics.median(times[method]) for method in steps}
+    first = list(medians)[0]
+    for method, step in steps.items():
+        ratio = medians[method] / medians[first]
+        line = f'{method:15}{1e3 * medians[method]:10.2f} ms{ratio:8.3f}'
+        if own.device == 'cuda':
+            line += f'{peak_memory(step) / 2**20:10,.0f} MiB'
         print(line)
 
 
