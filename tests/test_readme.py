@@ -1,4 +1,4 @@
-"""README.md and tools/README.md: commands, an added method, a sample of a model, lines for one's own loop."""
+"""README.md, tools/README.md, tools/adopt.md: commands, an added method, a sample, lines for other loops."""
 import copy
 import functools
 import importlib
@@ -19,10 +19,11 @@ from conftest import ROOT, finish
 from small_runs import ranks
 from test_facts import close, generator, normal
 
-README = Path(ROOT, 'README.md').read_text(encoding='utf-8')
+README, ADOPT, TOOLS = (Path(ROOT, page).read_text(encoding='utf-8')
+                        for page in ('README.md', 'tools/adopt.md', 'tools/README.md'))
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
-TOOLS = Path(ROOT, 'tools/README.md').read_text(encoding='utf-8')
-CODE = [block or span for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', README + TOOLS, re.S)]
+CODE = [block or span for page in (ADOPT, TOOLS, README)
+        for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', page, re.S)]
 
 
 def code(mark):
@@ -47,7 +48,7 @@ def test_adding_a_method(tmp_path, monkeypatch):
 
 def test_commands():
     """The flags of the programs, and those that sweep.sh is given for train.py, are known."""
-    text = README.replace('\\\n', ' ')
+    text = (README + TOOLS).replace('\\\n', ' ')
     commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', text)
     commands += [('train', flags) for flags in re.findall("FLAGS='(.*?)'", text)]
     for name, flags in commands:
@@ -74,7 +75,7 @@ same = functools.partial(close, rtol=0, atol=1e-12)
 
 
 def run(lines, **names):
-    """Runs lines of README, with `names` -> all names after it."""
+    """Runs lines of adopt.md, with `names` -> all names after it."""
     names = {'torch': torch, 'F': F, 'dist': dist, 'group': None, 'V': 61, 'lam': 0.3, **names}
     exec(f'{FUNCTIONS}\n{lines}', names)
     return names
@@ -93,12 +94,12 @@ def language_model(tied=False):
 
 
 def largest_mean_logit(logits):
-    """What README's line that checks prints."""
+    """What adopt.md's line that checks prints."""
     return eval(CHECK.splitlines()[1], {'logits': logits, 'print': torch.Tensor.item})
 
 
 def two_steps(method, tied, lines, wrap=lambda model: model, rank=0, world=1):
-    """A model after two clipped steps of four micro-batches, with README's lines or by the equations."""
+    """A model after two clipped steps of four micro-batches, with adopt.md's lines or by the equations."""
     raw_model = language_model(tied)
     if lines and method == 'centered_head':
         run(HEAD, model=raw_model)
@@ -202,7 +203,7 @@ def test_transformers(kind):
 
 @pytest.mark.parametrize('kind', ['Trainer', 'accelerate'])
 def test_trainers(kind, tmp_path):
-    """The hook, where README's table says that it goes, keeps the embeddings centered."""
+    """The hook, where adopt.md's table says that it goes, keeps the embeddings centered."""
     tf, accelerate = map(pytest.importorskip, ('transformers', 'accelerate'))
     model = llama()
     E, optimizer = model.lm_head.weight, torch.optim.AdamW(model.parameters(), lr=0.1)

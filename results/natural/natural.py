@@ -69,7 +69,7 @@ def momentum_step(E, optimizer):
 def token_frequencies(data, vocab_size):
     """How often each token occurs in the train shards, (V,), as shares."""
     counts = np.zeros(vocab_size)
-    for path, _ in train.Windows(data, 'train', 1, vocab_size).shards:
+    for path, _ in train.find_shards(data, 'train'):
         counts += np.bincount(train.read_shard(path), minlength=vocab_size)
     return torch.from_numpy(counts / counts.sum()).float()
 
@@ -112,7 +112,7 @@ def measure(path, config):
     """A checkpoint's test loss with logits in BF16 and in fp32, and mean logits, over 131,072 positions."""
     gpt = model.GPT(model.gpt_config(config))
     gpt.load_state_dict(train.read_checkpoint(path)['model'])
-    windows = train.Windows(config['data'], 'val', config['block_size'], config['vocab_size'])
+    windows = train.Windows(config['data'], 'val', config['block_size'])
     tokens = torch.from_numpy(windows[windows.evenly_spaced(131_072)])
     f = token_frequencies(config['data'], config['vocab_size'])
     numbers = analyze.measure_model(gpt, tokens)['numbers']

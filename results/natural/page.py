@@ -165,8 +165,9 @@ def takes_table():
 
 def untied_runs(table):
     """The untied runs of a grid with the λ of sweep.sh, as analyze.py reads and names them."""
-    runs, _ = analyze.read_runs(HERE / f'{table}/results.csv')
+    runs = analyze.read_runs(HERE / f'{table}/results.csv')
     runs = runs[runs.weight_tying == 0]
+    runs['variant'] = runs.variant.str.replace('logits_dtype float32', 'fp32 logits')
     own_lam = (runs.method != 'mu_loss') | (runs.lam == 0.1)
     own_lam &= (runs.method != 'z_loss') | (runs.lam == 1e-4)
     return runs[own_lam]
@@ -182,7 +183,7 @@ def quick_lrs_table():
 def lrs_of(runs):
     """LRS by analyze.py's function, a row for each variant that it compares."""
     lrs, _ = analyze.learning_rate_sensitivity(runs)
-    return lrs[lrs.suffix == ''].set_index('variant')
+    return lrs.set_index('variant')
 
 
 def grid_lrs():
@@ -203,7 +204,7 @@ def grid_lrs():
 def grid_lrs_table():
     """LRS of the grid beside that of the authors' untied 16M."""
     found = grid_lrs()
-    authors, _ = analyze.read_runs(HERE.parent / 'authors/results.csv')
+    authors = analyze.read_runs(HERE.parent / 'authors/results.csv')
     authors = lrs_of(authors[(authors['size'] == '16M') & (authors.weight_tying == 0)])
     lines = []
     for variant in found['seed 1'].index:
@@ -302,17 +303,26 @@ def draw_curve(ax, curves, run, column, **style):
 
 
 def draw_grid():
-    """Val loss and mean logit against the step, at 0.3, a line for each seed."""
+    """
+    Held-out loss and mean logit against the step, at 0.3, a line for each seed. The points are test losses,
+    and the legend has their means.
+    """
     rows = read_grid('grid')
+    rows = rows[rows.lr == 0.3]
     curves = read('grid', 'curves')
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout='constrained')
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
     for name, color in SHOWN.items():
-        for run in rows[(rows.name == name) & (rows.lr == 0.3)].itertuples():
-            label = name if run.seed == 1 else None
+        runs = rows[rows.name == name]
+        rounding = ', BF16 logits' if name == 'baseline' else ''
+        label = f'{name}{rounding}: {runs.test_loss.mean():.2f}'
+        for run in runs.itertuples():
             for ax, column in zip(axes, ('val_loss', 'logit_mean'), strict=True):
-                draw_curve(ax, curves, run, column, color=color, label=label)
-    axes[0].set(xlabel='step', ylabel='val loss', ylim=(1.4, 4.6))
-    axes[1].set(xlabel='step', ylabel='mean logit')
+                draw_curve(ax, curves, run, column, color=color, label=label if run.seed == 1 else None)
+        axes[0].plot(runs.steps, runs.test_loss, 'o', color=color, markersize=4, clip_on=False)
+    axes[0].set(xlabel='step', ylabel='held-out loss, nats per token', xlim=(0, 100_000), ylim=(1.4, 4.6))
+    axes[1].set(xlabel='step', ylabel='mean logit', xlim=(0, 100_000))
+    for ax in axes:
+        ax.xaxis.set_major_formatter('{x:,.0f}')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4, frameon=False)
     figure.savefig(HERE / 'figure.png', dpi=120)
 
@@ -320,7 +330,7 @@ def draw_grid():
 def draw_methods():
     """The paper's Figures 2 and 4 of the grid, as analyze.py draws them."""
     runs = untied_runs('grid')
-    rows = report.with_looks(runs.assign(behind=analyze.marks_behind(runs)), runs)
+    rows = report.with_looks(analyze.with_marks(runs))
     statistics = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
     figures = {'loss': report.loss_against_lr(rows), 'statistics': report.against_lr(rows, statistics)}
     for name, figure in figures.items():
