@@ -25,6 +25,9 @@ FLAGS = {train: '''
     --n_layer=0 -> --n_layer=0
     --n_layer=1.5 -> --n_layer, 1.5
     --seed=1.5 -> --seed, 1.5
+    --n_embd=30 -> --n_embd=30, --n_head=4
+    --rope_fraction=2 -> --rope_fraction=2
+    --data={bad}/own -> own, meta.json, --vocab_size
     --vocab_size=100 -> 257, --vocab_size
     --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
@@ -47,7 +50,7 @@ TRAIN, VAL = 'x_train_000000.bin', 'x_val_000000.bin'
 FILES = {
     'good/meta.json': b'{"vocab_size": 257}', f'good/{TRAIN}': GOOD, f'good/{VAL}': GOOD,
     'part/meta.json': b'{"vocab_size": 257, "done": false}', f'part/{TRAIN}': GOOD, f'part/{VAL}': GOOD,
-    f'cut/{TRAIN}': GOOD[:-2], f'long/{TRAIN}': GOOD + 2 * b'x',
+    f'own/{TRAIN}': GOOD, f'own/{VAL}': GOOD, f'cut/{TRAIN}': GOOD[:-2], f'long/{TRAIN}': GOOD + 2 * b'x',
     f'few/{TRAIN}': shard(range(3)), f'few/{VAL}': GOOD, 'a.doc': b'x', 'x.txt': b'x',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'no_runs.csv': b'method,size,weight_tying,lr,test_loss\n'}

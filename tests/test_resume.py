@@ -1,4 +1,5 @@
 """A run that is killed or stopped ends as if nothing had been; a folder keeps its settings; forks."""
+import functools
 import itertools
 import math
 import os
@@ -9,6 +10,7 @@ import traceback
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,17 +98,57 @@ def test_shards_that_are_added_under_a_run(corpus, whole, tmp_path, monkeypatch)
     assert_same(state_of(tmp_path / 'run'), state_of(whole[0]))
 
 
-def test_sigterm(corpus, whole, tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_signals(number, corpus, whole, tmp_path):
     """The run ends after a checkpoint of the step it is in; the same command goes on bit for bit."""
     flags = flags_of(corpus, tmp_path / 'run', '--ckpt_every=0')
-    finish(process(train.main, flags, prepare=(at_step, 3, terminate)), 143)
+    sent = functools.partial(send, [number])
+    finish(process(train.main, flags, prepare=(at_step, 3, sent)), 128 + number)
     assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 3
     train.main(flags)
     assert_same(state_of(tmp_path / 'run'), state_of(whole[0]))
 
 
-def terminate(model):
-    signal.raise_signal(signal.SIGTERM)
+def send(numbers, model):
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def hung_up_at_step_3():
+    """A terminal is closed, and nohup has made this process ignore that."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at_step(3, functools.partial(send, [signal.SIGHUP]))
+
+
+@pytest.mark.parametrize('env, status', [({}, 0), ({'TORCHELASTIC_RUN_ID': 'none'}, 128 + signal.SIGHUP)])
+def test_nohup(env, status, corpus, tmp_path):
+    """A run goes on; a rank of torchrun, which sends it SIGHUP all the same and kills it soon, saves."""
+    flags = flags_of(corpus, tmp_path / 'run')
+    finish(process(train.main, flags, prepare=(hung_up_at_step_3,), env=env), status)
+
+
+def test_second_ctrl_c(corpus, tmp_path):
+    """Ends a run at once; a second SIGTERM, which Slurm's scancel brings, does not."""
+    twice = {signal.SIGINT: (1, 0), signal.SIGTERM: (128 + signal.SIGTERM, 3)}
+    for number, (status, step) in twice.items():
+        out = tmp_path / str(number)
+        flags = flags_of(corpus, out, '--ckpt_every=0', '--keep_every=0')
+        prepare = (at_step, 3, functools.partial(send, 2 * [number]))
+        finish(process(train.main, flags, prepare=prepare), status)
+        assert load(out, 'ckpt.pt')['step'] == step
+
+
+def test_signals_in_the_final_test(trained, monkeypatch):
+    """They end a run as they do any program: its last step is saved."""
+    handlers = []
+
+    def evaluate(*given, evaluate=train.evaluate):
+        handlers.append([signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)])
+        return evaluate(*given)
+    monkeypatch.setattr(train, 'evaluate', evaluate)
+    trained('run', '--steps=2', '--eval_every=1')
+    before, within, after = handlers
+    assert before == after == [signal.SIG_DFL, signal.default_int_handler] != within
 
 
 def test_other_data(corpus, begun, tmp_path):
@@ -125,19 +167,44 @@ def test_other_data(corpus, begun, tmp_path):
     assert load(begun)['step'] == 4  # the last step is saved without --ckpt_every too
 
 
+def test_damaged_checkpoint(corpus, begun):
+    """One flipped bit of a weight is refused, as is half a file: nothing is lost in silence."""
+    path = begun / 'ckpt.pt'
+    whole = path.read_bytes()
+    weight = load(begun, 'ckpt.pt')['model']['lm_head.weight'].numpy().tobytes()
+    i = whole.index(weight)
+    for damaged in (whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1:], whole[:len(whole) // 2]):
+        path.write_bytes(damaged)
+        refused(lambda: train.main(flags_of(corpus, begun)), f'{path} cannot be read')
+    path.unlink()  # as scratch disks do
+    refused(lambda: train.main(flags_of(corpus, begun)), f'{begun} has lost its ckpt.pt')
+
+
+def test_state_that_cannot_be_read_back(trained, monkeypatch, tmp_path):
+    """What a fork saves is read once before the first step, not after a day."""
+    def save_checkpoint(state, *more, save_checkpoint=train.save_checkpoint):
+        generator = types.SimpleNamespace(state_dict=lambda: np.random.RandomState(0).get_state())
+        save_checkpoint({**state, 'generator': generator}, *more)
+    monkeypatch.setattr(train, 'save_checkpoint', save_checkpoint)
+    monkeypatch.setattr(train, 'train_step', None)  # no step is taken
+    with pytest.raises(ValueError, match='ckpt.pt cannot be read'):
+        trained('run', '--steps=2')
+
+
 # Values that the run below does not have: what may not change when it resumes, and what may.
 OTHER = """method=mu_loss lam=1 cap=5 no-final_gain size=16M weight_tying n_layer=2 n_embd=64 n_head=2
     vocab_size=512 block_size=16 rope_fraction=1 lr=1 min_lr=0 warmup=3 steps=50 batch_size=8 beta1=0.8
-    beta2=0.9 eps=1e-7 grad_clip=0 seed=2 dtype=bfloat16 logits_dtype=bfloat16 init_from=x log_every=2
-    eval_every=7 eval_tokens=64 test_tokens=64""".split()
-MAY_CHANGE = 'device=cpu micro_batch_size=1 compile threads=2 data=moved[1] out=run ckpt_every=7 keep_every=7'
+    beta2=0.9 eps=1e-7 grad_clip=0 seed=2 dtype=bfloat16 logits_dtype=bfloat16 init_from=x
+    test_tokens=64""".split()
+MAY_CHANGE = '''device=cpu micro_batch_size=1 compile threads=2 data=moved[1] out=run log_every=2 eval_every=7
+    eval_tokens=64 ckpt_every=7 keep_every=7'''
 
 
 def test_what_may_change(corpus, tmp_path, monkeypatch):
     """Each flag is refused by its name or passes; one that is newer than the run had its default."""
     begun = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, 'run', lambda args, *_: begun.append(args))
+    monkeypatch.setattr(train, 'run', lambda args, **_: begun.append(args))
     shutil.copytree(corpus, 'moved[1]')
     flags = [*SMALL, '--method=z_loss', '--steps=40', f'--data={corpus}', '--out=before']
     train.main(flags)
@@ -261,6 +328,13 @@ def test_two_optimizers(trained, monkeypatch):
         assert optimizer.rates == [pytest.approx(2 * [rates(step)]) for step in steps]
 
 
+def test_rate_of_ones_own(trained, monkeypatch):
+    """A group's own rate, which the schedule would overwrite, is an error before the first step."""
+    with_optimizer(monkeypatch, lambda model, args: torch.optim.AdamW(model.parameters(), lr=2 * args.lr))
+    with pytest.raises(AssertionError, match='lr_scale'):
+        trained('run', '--steps=1')
+
+
 def test_noise_in_a_batch(trained, monkeypatch):
     """What load_batch draws comes again; no batch is drawn before the checkpoint of the step before."""
     events = []
@@ -293,11 +367,11 @@ def test_ema(corpus, tmp_path):
     """A fork's average of the weights, in `state`, is resumed; at the end it is tested and saved."""
     source = Path(train.__file__).read_text()
     for line, more in (
-            ("    state = {'model': raw_model, 'optimizer': optimizer}\n",
-             "    ema = torch.optim.swa_utils.AveragedModel(raw_model)\n    state['ema'] = ema\n"),
+            ("    state = {'model': model, 'optimizer': optimizer}\n",
+             "    ema = torch.optim.swa_utils.AveragedModel(model)\n    state['ema'] = ema\n"),
             ('        stopped = max_of_ranks(max(signals, default=0))  # all ranks stop at the same step\n',
-             '        ema.update_parameters(raw_model)\n        if step == die_at:\n            return 1\n'),
-            ('    test_loss = math.nan\n', '    raw_model.load_state_dict(ema.module.state_dict())\n')):
+             '        ema.update_parameters(model)\n        if step == die_at:\n            return 1\n'),
+            ('    test_loss = math.nan\n', '    model.load_state_dict(ema.module.state_dict())\n')):
         assert source.count(line) == 1
         source = source.replace(line, line + more)
     fork = types.ModuleType('fork')

@@ -1,4 +1,5 @@
 """One training run: what it logs and reports, how it diverges, and what it starts from."""
+import dataclasses
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import model
 import train
 from conftest import finish, process, refused
 from small_runs import SMALL, assert_same, at_step, kill, load, log_of, result_of, state_of
@@ -24,7 +26,9 @@ def test_diverged_run(flags, last_line, kept, trained, monkeypatch, capsys):
     saved, result = load(out), result_of(out)
     assert saved['step'] == kept and all(w.isfinite().all() for w in saved['model'].values())
     assert result['test_loss'] is None and result['model_step'] == kept
-    assert capsys.readouterr().out.splitlines()[-1].startswith('diverged: ')
+    *_, last = (line for line in log_of(out) if 'logit_mean' in line)
+    ended = capsys.readouterr().out.splitlines()[-1]
+    assert ended == f'diverged: test loss nan, mean logit {last["logit_mean"]:.1f}'
     assert log_of(out)[-1]['step'] == last_line
     if last_line == 8:  # else no step is timed
         assert result['train_seconds'] * result['tokens_per_second'] == pytest.approx(6 * 4 * 32)
@@ -35,6 +39,41 @@ def test_log_lines(trained):
     for log_every, logged in ((0, [1, 5]), (2, [1, 2, 4, 5])):
         out = trained(f'run{log_every}', '--steps=5', f'--log_every={log_every}')
         assert [line['step'] for line in log_of(out) if 'loss' in line] == logged
+
+
+def test_last_line(trained, capsys):
+    out = trained('run', '--steps=2')
+    test_loss, mean = result_of(out)['test_loss'], log_of(out)[-2]['logit_mean']
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == f'done: test loss {test_loss:.4f}, mean logit {mean:.1f}'
+
+
+def test_mfu(trained, monkeypatch):
+    """On a card whose peak is known: 6 N + 12 layers width T FLOP a token, and no MFU elsewhere."""
+    assert not any('mfu' in line for line in log_of(trained('unknown', '--steps=8')))
+    monkeypatch.setitem(train.PEAK_FLOPS, 'cpu', 1e9)
+    out = trained('known', '--steps=8')
+    *_, last, _ = log_of(out, times=True)
+    flop = 6 * result_of(out)['n_params'] + 12 * 1 * 32 * 32
+    assert last['mfu'] == pytest.approx(last['tokens_per_second'] * flop / 1e9)
+
+
+def test_statistic_of_ones_own(trained, monkeypatch):
+    """One number for the whole micro-batch is logged as one for each position is: their mean."""
+    def head_loss(logits, *given, head_loss=model.head_loss):
+        objective, stats = head_loss(logits, *given)
+        return objective, {**stats, 'first': logits.detach()[0, 0], 'all_first': logits.detach()[:, 0]}
+    monkeypatch.setattr(model, 'head_loss', head_loss)
+    one, *_ = (line for line in log_of(trained('run', '--steps=2', '--micro_batch_size=2')) if 'loss' in line)
+    assert one['first'] and one['first'] != one['all_first']
+
+
+def test_fields_and_flags(monkeypatch):
+    """A field of GPTConfig that no flag sets would keep its default in silence."""
+    forked = dataclasses.make_dataclass('GPTConfig', [('dropout', float, 0.1)], bases=(model.GPTConfig,))
+    monkeypatch.setattr(model, 'GPTConfig', forked)
+    with pytest.raises(AssertionError, match='dropout'):
+        runpy.run_path(train.__file__)
 
 
 def test_modes(trained, monkeypatch):
