@@ -1,5 +1,4 @@
 """sweep.sh: the commands of its grids. The runner: what runs, on which GPUs, after failures and signals."""
-import contextlib
 import io
 import os
 import random
@@ -78,6 +77,26 @@ def test_grids_for_a_cpu():
     out = {run.method: run.out for run in plan('laptop', LRS='1e-3')}
     assert out['mu_loss'] == 'out/laptop/laptop-untied-mu_loss-lam0.1-lr0.001-s1'
     assert out['z_loss'] == 'out/laptop/laptop-untied-z_loss-lr0.001-s1'
+
+
+def test_check():
+    """Two runs, or as the variables say; stdout has the commands alone."""
+    names = ['method', 'size', 'weight_tying', 'lr', 'steps', 'batch_size', 'block_size', 'lam', 'cap']
+    same = ('16M', False, 0.3, 100_000, 64, 2048, None, None)
+    assert_grid(plan('check'), names, [('baseline', *same), ('mu_centering', *same)], {'final_gain': True})
+    assert 'check trains 2 runs' in sweep('check')[1]
+    assert [run.size for run in plan('check', METHODS='mu_loss', SIZES='16M 29M')] == ['16M', '29M']
+
+
+@pytest.mark.parametrize('threads', ['1', '64'])
+def test_jobs_of_the_demo(threads, tmp_path):
+    """As many as there are cores, whatever OMP_NUM_THREADS says."""
+    (tmp_path / 'python').write_text('#!/bin/sh\necho "$@" >>calls\n')
+    (tmp_path / 'python').chmod(0o755)
+    env = {'PATH': f'{tmp_path}:{ENV["PATH"]}', 'OMP_NUM_THREADS': threads}
+    subprocess.run(['bash', f'{ROOT}/sweep.sh', 'demo'], cwd=tmp_path, env=env, check=True)
+    *_, started = (tmp_path / 'calls').read_text().splitlines()
+    assert started == f'-m tools.runner --jobs={len(os.sched_getaffinity(0))}'
 
 
 def test_variables():
@@ -220,19 +239,18 @@ if out.name in {fail}: note('end'), sys.exit('error: no luck')'''
     assert log.startswith('error: no luck\ntrain.py --size=tiny')
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals(runs, number):
     """r1 and r2 are at work when the runner is signalled: they end before it."""
     for _ in range(4):
         runs.add()
     act = f'''if out.name in ('r1', 'r2'):
     while starts() < 3: time.sleep(0.01)
-    if out.name == 'r2': os.kill(os.getppid(), {number})
+    if out.name == 'r2': os.kill(os.getppid(), {number:d})
     time.sleep(100)'''
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext():
-        status, _, analysed = runs.call('--jobs=2', act=act)
-        assert 'same command resumes' in status and not analysed
+    status, _, analysed = runs.call('--jobs=2', act=act)
+    assert 'same command resumes' in status and not analysed
     signal.signal(signal.SIGINT, before)
     assert [name for _, name, *_ in runs.notes('end')] == ['r0']
     for _, _, pid, _ in runs.notes('start'):
@@ -296,6 +314,26 @@ def test_slurm_without_a_line(task, runs_list, tmp_path):
     env = {**os.environ, 'SLURM_ARRAY_JOB_ID': '9', 'SLURM_ARRAY_TASK_ID': task}
     done = subprocess.run(['bash', f'{ROOT}/tools/slurm.sh', runs_list], env=env, cwd=tmp_path)
     assert done.returncode != 0 and not (tmp_path / 'ran').exists()
+
+
+def test_slurm_with_several_nodes(tmp_path):
+    """Each task has a port of its own. A list of one-process runs would train each of them twice."""
+    for name, line in (('scontrol', 'echo node1; echo node2'), ('srun', 'echo "$@"')):
+        (tmp_path / name).write_text(f'#!/bin/sh\n{line}\n')
+        (tmp_path / name).chmod(0o755)
+    lines = ['torchrun --standalone --nproc_per_node=4 train.py --lr=1', 'python train.py']
+    (tmp_path / 'runs.txt').write_text('\n'.join(lines))
+    env = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'SLURM_ARRAY_JOB_ID': '9', 'SLURM_NTASKS': '2',
+           'SLURM_CPUS_PER_TASK': '8'}
+    ports = []
+    for line, job, status in (('1', '9', 0), ('1', '20010', 0), ('2', '11', 2)):
+        env |= {'SLURM_ARRAY_TASK_ID': line, 'SLURM_JOB_ID': job}
+        done = subprocess.run(['bash', f'{ROOT}/tools/slurm.sh', 'runs.txt'], env=env, cwd=tmp_path,
+                              text=True, capture_output=True)
+        assert done.returncode == status
+        ports += re.findall(r'--nnodes=2 .*--rdzv_endpoint=node1:(\d+) .*=4 train.py --lr=1', done.stdout)
+    assert ports == ['10009', '10010']
+    assert 'line 2' in done.stderr
 
 
 def test_done_by_another_runner(runs):

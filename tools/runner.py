@@ -115,8 +115,13 @@ def main(argv=None):
     if args.check:
         return
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit('stopped; the same command resumes'))
-    run_all(todo, args.jobs)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C
+    try:
+        run_all(todo, args.jobs)
+    except KeyboardInterrupt:
+        sys.exit('stopped; the same command resumes')
+
     failed = [run.out.name for run in todo if not is_done(run)]
     folders = {str(run.out.parent) for run in runs}
     analyze.main(sorted(folders))

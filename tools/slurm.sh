@@ -22,8 +22,12 @@ echo "$(date), $(hostname): $command"
 
 # With --nodes=2 --ntasks-per-node=1 each run spans two nodes, with one torchrun on each
 if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then
-  head=$(scontrol show hostnames | head -n 1)
-  nodes="--nnodes=$SLURM_NTASKS --rdzv_backend=c10d --rdzv_endpoint=$head:29500 --rdzv_id=$task"
+  if [[ $command != *--standalone* ]]; then
+    echo "error: line $line is no torchrun --standalone, which several nodes need" >&2
+    exit 2
+  fi
+  endpoint=$(scontrol show hostnames | head -n 1):$((10000 + SLURM_JOB_ID % 20000))
+  nodes="--nnodes=$SLURM_NTASKS --rdzv_backend=c10d --rdzv_endpoint=$endpoint --rdzv_id=$task"
   command="srun --cpus-per-task=$SLURM_CPUS_PER_TASK ${command/--standalone/$nodes}"
 fi
 
