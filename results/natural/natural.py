@@ -85,6 +85,16 @@ def make_centered(args, weights):
     return gpt, optimizer
 
 
+def make_slow_gain(args, scale):
+    """train.make_model, with the gain of the last LayerNorm in a group whose learning rate is scaled."""
+    gpt, optimizer = MAKE_MODEL(args)
+    gain = gpt.norm_f.weight
+    (group,) = optimizer.param_groups
+    group['params'] = [p for p in group['params'] if p is not gain]
+    optimizer.add_param_group({'params': [gain], 'lr': args.lr * scale, 'lr_scale': scale})
+    return gpt, optimizer
+
+
 MAKE_MODEL = train.make_model
 
 
@@ -104,6 +114,8 @@ def apply(arm, data):
             in_use = token_frequencies(data, args.vocab_size) > 0
             return make_centered(args, in_use / in_use.sum())
         train.make_model = mean_of_rows_in_use
+    if arm in SLOW_GAINS:
+        train.make_model = lambda args: make_slow_gain(args, SLOW_GAINS[arm])
 
 
 # -------- what is measured of a checkpoint
@@ -115,7 +127,8 @@ def measure(path, config):
     windows = train.Windows(config['data'], 'val', config['block_size'])
     tokens = torch.from_numpy(windows[windows.evenly_spaced(131_072)])
     f = token_frequencies(config['data'], config['vocab_size'])
-    numbers = analyze.measure_model(gpt, tokens)['numbers']
+    measured = analyze.measure_model(gpt, tokens)
+    numbers = measured['numbers']
 
     h = torch.cat([gpt.hidden(part[:, :-1]).flatten(0, 1) for part in tokens.split(128)])
     targets = tokens[:, 1:].flatten()
@@ -132,11 +145,52 @@ def measure(path, config):
     numbers['logit_mean_f'] = (h.mean(dim=0) @ (f @ E)).item()  # over the rows, weighted by frequency
     numbers['h_norm'] = h.norm(dim=1).mean().item()
     numbers['estimate'] = cost(numbers['logit_mean'], numbers['logit_mean_spread']).item()
-    return numbers
+    return numbers, measured['distributions']
+
+
+@torch.no_grad()
+def measure_last_norm(path, config):
+    """
+    Where the energy of the last LayerNorm's output lies before its gain, and what the gain makes of it,
+    over 8,192 test positions. The largest three dimensions are numbered from 1 on.
+    """
+    gpt = model.GPT(model.gpt_config(config))
+    gpt.load_state_dict(train.read_checkpoint(path)['model'])
+    windows = train.Windows(config['data'], 'val', config['block_size'])
+    tokens = torch.from_numpy(windows[windows.evenly_spaced(8192)])
+    seen = []
+    gpt.norm_f.register_forward_pre_hook(lambda norm, inputs: seen.append(inputs[0]))
+    h = gpt.hidden(tokens[:, :-1]).flatten(0, 1)
+    x = seen[0].flatten(0, 1)  # what the last LayerNorm gets
+    n = torch.nn.functional.layer_norm(x, x.shape[1:])  # its output, before the gain
+    gain = gpt.norm_f.weight if gpt.config.final_gain else torch.ones(n.size(1))
+
+    energy = n.square().mean(dim=0)
+    share, order = (energy / energy.sum()).sort(descending=True)
+    mean_n = n.mean(dim=0)
+    mu = gpt.E.mean(dim=0)
+    numbers = {'x_norm': x.norm(dim=1).mean(), 'h_norm': h.norm(dim=1).mean(), 'mu_norm': mu.norm(),
+               'logit_mean': h.mean(dim=0) @ mu,
+               'cos_mu_h': torch.cosine_similarity(h, mu[None]).mean(),
+               'cos_mu_mean_n': torch.cosine_similarity(mean_n, mu, dim=0),
+               'constant_share': mean_n.square().sum() / energy.sum(),  # 1 if n is the same everywhere
+               'gain_median': gain[order[3:]].median(), 'gain_mean': gain.mean()}
+    for i in range(3):
+        numbers |= {f'share_{i + 1}': share[i], f'gain_{i + 1}': gain[order[i]]}
+    return {name: value.item() for name, value in numbers.items()}
+
+
+COLUMNS = ['step', 'loss', 'val_loss', 'mu_norm', 'logit_mean', 'logit_mean_spread']
+
+
+def thin(log):
+    """Lines of a log for a plot: some 100 of them, and those with a held-out loss."""
+    every = max(1, len(log) // 100)
+    return log[(log.index % every == 0) | log.val_loss.notna()].reindex(columns=COLUMNS)
 
 
 def run(table, arm, words):
-    """Trains one run, unless it is done -> its row, lines of its log, and rows of kept checkpoints."""
+    """Trains one run, unless it is done -> {csv file: rows of it}."""
     torch.set_num_threads(1)
     args = train.parser.parse_args(words)
     apply(arm, args.data)
@@ -145,21 +199,28 @@ def run(table, arm, words):
     out = Path(args.out)
     config = train.read_json(out / 'config.json')
     key = {'arm': arm, 'run': out.name}
-    row = {**key, **config, **train.read_json(out / 'result.json'), **measure(str(out / 'model.pt'), config)}
+    numbers, distributions = measure(str(out / 'model.pt'), config)
+    row = {**key, **config, **train.read_json(out / 'result.json'), **numbers}
     row['device'] = config['device_name']
     row['run'] = out.name
-
     log = pd.read_json(out / 'log.jsonl', lines=True)
-    every = max(1, len(log) // 100)
-    shown = log[(log.index % every == 0) | log.val_loss.notna()]
-    columns = ['step', 'loss', 'val_loss', 'mu_norm', 'logit_mean', 'logit_mean_spread']
-    curves = shown.reindex(columns=columns).assign(**key)[[*key, *columns]]
+    row['largest_loss'] = log.loss.max()
+    found = {'results': [row]}
+    if table in WITH_CURVES:
+        found['curves'] = thin(log).assign(run=out.name)[['run', *COLUMNS]]
+    if table == 'again':
+        found['distributions'] = [{'run': out.name, 'quantity': name, **values}
+                                  for name, values in distributions.items()]
 
     kept = []
     for path in out.glob('model_*.pt'):
-        step = int(path.stem.removeprefix('model_'))
-        kept.append({**key, 'step': step, **measure(str(path), config)})
-    return row, curves, kept
+        of_step = {**key, 'step': int(path.stem.removeprefix('model_'))}
+        if table in ('gain', 'slow_gain'):
+            kept.append({**of_step, **measure_last_norm(path, config)})
+        else:
+            kept.append({**of_step, **measure(str(path), config)[0]})
+    found['last_norm' if table in ('gain', 'slow_gain') else 'evaluation'] = kept
+    return found
 
 
 # -------- the runs
@@ -219,6 +280,19 @@ TAKES = {  # what is changed: flags of the baseline, with BF16 and with fp32 log
     'no clipping': '--grad_clip=0',
     'a gain': '--final_gain',
 }
+
+
+OTHERS = {  # methods that the paper cites
+    'max-z-loss': '--method=max_z_loss',
+    'NormSoftmax': '--method=norm_softmax',
+    'cosine regularization': '--method=cosine_reg',
+}
+SLOW_GAINS = {  # the learning rate of the last gain, as a multiple of that of all else
+    'gain at 1e-3': 1e-3,
+    'gain at 10^-3.5': 10 ** -3.5,
+    'gain at 1e-4': 1e-4,
+}
+WITH_CURVES = ('grid', 'cause', 'slow_gain')  # which figures draw
 
 
 def list_runs():
@@ -281,6 +355,46 @@ def list_runs():
     for arm, flags in CAUSES.items():
         if arm not in ('BF16 logits', 'fp32 logits'):
             add('cause_0.3', arm, one(f'paper {arm}', f'{flags} --keep_every=10000', 1, '3e-1', '100000'))
+
+    # weight decay that follows the schedule, λ η_t / η: AdamW's, with λ / η
+    for rate, seeds in (('3e-3', SEEDS), ('3e-1', (1,))):
+        for seed in seeds:
+            flags = f'--method=adamw_decay --lam={1e-4 / float(rate):.10g}'
+            add('decay', 'with the schedule', one('decay', flags, seed, rate, '100000'))
+
+    # other methods at rate 1
+    for seed in SEEDS:
+        for arm, flags in OTHERS.items():
+            add('methods', arm, one(arm, flags, seed))
+
+    # a gain that learns slowly
+    for seed in SEEDS:
+        for arm in SLOW_GAINS:
+            add('slow_gain', arm, one(arm, '--final_gain --keep_every=400', seed))
+    for arm in SLOW_GAINS:
+        add('slow_gain', arm, one(arm, '--final_gain --keep_every=5000', 1, '3e-1', '100000'))
+
+    # the grid's baseline again, with the distributions of Figures 11 and 12
+    for seed in SEEDS:
+        add('again', 'baseline', one('baseline', '', seed, '3e-1', '100000'))
+
+    # what a gain does: 4, 16 and 64 sequences of 32 tokens a step
+    def add_gain(sequences, seed):
+        for arm, flags in (('with a gain', '--final_gain'), ('without', '')):
+            flags += f' --batch_size={sequences} --keep_every=1000'
+            add('gain', arm, one(f'{arm} {32 * sequences} tokens', flags, seed, '3e-1', '20000'))
+
+    for seed in SEEDS:
+        add_gain(4, seed)
+        add_gain(16, seed)
+    add_gain(64, 1)
+
+    # Eq. 2 and the baseline beside the decay with the schedule, and a second rate for Figures 11 and 12
+    for seed in SEEDS:
+        add('again', 'baseline', one('baseline', '', seed, '3e-3', '100000'))
+        add('decay', 'Eq. 2', one('eq2', '--method=weight_decay', seed, '3e-3', '100000'))
+    add_gain(64, 2)
+    add_gain(64, 3)
     return runs
 
 
@@ -309,10 +423,10 @@ def main(tables):
     with Pool(2, maxtasksperchild=1) as pool:
         results = [(table, pool.apply_async(run, (table, arm, words))) for table, arm, words in todo]
         for table, result in results:
-            row, curves, kept = result.get()
-            append([row], HERE / table / 'results.csv')
-            append(curves, HERE / table / 'curves.csv')
-            append(kept, HERE / table / 'evaluation.csv')
+            found = result.get()
+            for name, rows in found.items():
+                append(rows, HERE / table / f'{name}.csv')
+            (row,) = found['results']
             print(f'{table}, {row["run"]}: {row["test_loss"]:.3f}, {row["logit_mean"]:.0f}', flush=True)
 
 
