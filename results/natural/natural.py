@@ -3,9 +3,10 @@ Runs of a model for a laptop in which the paper's harm arises by itself, and wha
 
     python -m results.natural.natural [TABLE ...]    # trains what has no row yet, two runs at a time
 
-A TABLE is a folder beside this file: results.csv has a row for each run, curves.csv some lines of its log,
-and evaluation.csv (of the grid) its checkpoints. The runs of `grid` and `quick` are those of sweep.sh; an
-arm of the other tables changes one thing of a run, by one of the functions below.
+A TABLE is a folder beside this file. results.csv has a row for each run. Of runs that a figure draws,
+curves.csv has some lines of the log. Of checkpoints on the way, evaluation.csv has their losses, and
+last_norm.csv what the last LayerNorm does. The runs of `grid` and `quick` are those of sweep.sh; an arm of
+the other tables changes one thing of a run, by one of the functions below.
 """
 import os
 import subprocess
@@ -180,13 +181,18 @@ def measure_last_norm(path, config):
     return {name: value.item() for name, value in numbers.items()}
 
 
-COLUMNS = ['step', 'loss', 'val_loss', 'mu_norm', 'logit_mean', 'logit_mean_spread']
+COLUMNS = ['step', 'loss', 'val_loss', 'mu_norm', 'logit_mean']
 
 
 def thin(log):
     """Lines of a log for a plot: some 100 of them, and those with a held-out loss."""
     every = max(1, len(log) // 100)
     return log[(log.index % every == 0) | log.val_loss.notna()].reindex(columns=COLUMNS)
+
+
+def is_drawn(table, config):
+    """Whether a figure draws the curves of a run."""
+    return table in ('cause', 'slow_gain') or table == 'grid' and config['lr'] == 0.3
 
 
 def run(table, arm, words):
@@ -205,21 +211,24 @@ def run(table, arm, words):
     row['run'] = out.name
     log = pd.read_json(out / 'log.jsonl', lines=True)
     row['largest_loss'] = log.loss.max()
+    row['last_logit_mean'] = log.logit_mean.dropna().iloc[-1]
     found = {'results': [row]}
-    if table in WITH_CURVES:
+    if is_drawn(table, config):
         found['curves'] = thin(log).assign(run=out.name)[['run', *COLUMNS]]
+
     if table == 'again':
         found['distributions'] = [{'run': out.name, 'quantity': name, **values}
                                   for name, values in distributions.items()]
 
     kept = []
+    measures_norm = table in ('gain', 'slow_gain')
     for path in out.glob('model_*.pt'):
-        of_step = {**key, 'step': int(path.stem.removeprefix('model_'))}
-        if table in ('gain', 'slow_gain'):
-            kept.append({**of_step, **measure_last_norm(path, config)})
+        if measures_norm:
+            numbers = measure_last_norm(path, config)
         else:
-            kept.append({**of_step, **measure(str(path), config)[0]})
-    found['last_norm' if table in ('gain', 'slow_gain') else 'evaluation'] = kept
+            numbers, _ = measure(str(path), config)
+        kept.append({**key, 'step': int(path.stem.removeprefix('model_')), **numbers})
+    found['last_norm' if measures_norm else 'evaluation'] = kept
     return found
 
 
@@ -292,7 +301,6 @@ SLOW_GAINS = {  # the learning rate of the last gain, as a multiple of that of a
     'gain at 10^-3.5': 10 ** -3.5,
     'gain at 1e-4': 1e-4,
 }
-WITH_CURVES = ('grid', 'cause', 'slow_gain')  # which figures draw
 
 
 def list_runs():
@@ -314,11 +322,13 @@ def list_runs():
     # the paper's grid: all rates with one seed, the two largest with three
     for seed in SEEDS:
         for rate in ('3e-1', '1e-1'):
-            settings = dict(LRS=rate, SEEDS=str(seed), OUT='out/laptop', FLAGS='--keep_every=10000')
+            settings = dict(LRS=rate, SEEDS=str(seed), OUT='out/laptop')
+            if rate == '3e-1':
+                settings['FLAGS'] = '--keep_every=10000'
             add_sweep('grid', **settings)
             add_fp32_baselines('grid', **settings)
         if seed == 1:
-            add_sweep('grid', LRS='3e-2 1e-2 3e-3 1e-3 3e-4', OUT='out/laptop', FLAGS='--keep_every=10000')
+            add_sweep('grid', LRS='3e-2 1e-2 3e-3 1e-3 3e-4', OUT='out/laptop')
 
     # what makes the harm
     for seed in SEEDS:
@@ -354,7 +364,7 @@ def list_runs():
     # the cause at the paper's rate and steps; the grid has these two arms
     for arm, flags in CAUSES.items():
         if arm not in ('BF16 logits', 'fp32 logits'):
-            add('cause_0.3', arm, one(f'paper {arm}', f'{flags} --keep_every=10000', 1, '3e-1', '100000'))
+            add('cause_0.3', arm, one(f'paper {arm}', flags, 1, '3e-1', '100000'))
 
     # weight decay that follows the schedule, λ η_t / η: AdamW's, with λ / η
     for rate, seeds in (('3e-3', SEEDS), ('3e-1', (1,))):

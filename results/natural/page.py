@@ -1,11 +1,14 @@
 """README.md's tables and the figures, from the csv files: python -m results.natural.page"""
+import io
 import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from PIL import Image
 
 import analyze
+import train
 from tools import report
 
 HERE = Path(__file__).parent
@@ -25,17 +28,20 @@ SHOWN = {'baseline': '#FF2C00', 'baseline, fp32 logits': 'black', 'μ-loss, λ =
 def read(table, name='results'):
     """A csv file of a table, with the seed of each run."""
     rows = pd.read_csv(HERE / table / f'{name}.csv')
-    rows['arm'] = rows.arm.astype(object).fillna('')
+    if 'arm' in rows:
+        rows['arm'] = rows.arm.astype(object).fillna('')
     rows['seed'] = rows.run.str.extract(r'-s(\d+)', expand=False).astype(int)
     return rows
 
 
 def read_grid(table):
-    """The runs of a grid of sweep.sh, with the name of their method; λ of μ-loss is 0.1."""
+    """The untied runs of a grid of sweep.sh with its λ (of μ-loss 0.1), and the name of their method."""
     rows = read(table)
     rows['name'] = rows.method.map(METHODS)
     rows.loc[rows.arm == 'fp32 logits', 'name'] = METHODS['fp32 logits']
-    return rows
+    default = (rows.method != 'mu_loss') | (rows.lam == 0.1)
+    default &= (rows.method != 'z_loss') | (rows.lam == 1e-4)
+    return rows[default & (rows.weight_tying == 0)]
 
 
 def markdown(lines, header):
@@ -44,140 +50,45 @@ def markdown(lines, header):
     return '\n'.join(['|'.join(header), rule, *('|'.join(line) for line in lines)])
 
 
+def number(x, digits):
+    """'-0.5', but never '-0'."""
+    text = f'{x:.{digits}f}'
+    return text.removeprefix('-') if float(text) == 0 else text
+
+
 def mean_and_range(values, digits):
     """'2.10 [2.05, 2.20]' of several seeds, '2.10' of one, '' of none."""
     if len(values) == 0:
         return ''
-    text = f'{values.mean():.{digits}f}'
+    text = number(values.mean(), digits)
     if len(values) > 1:
-        text += f' [{values.min():.{digits}f}, {values.max():.{digits}f}]'
+        text += f' [{number(values.min(), digits)}, {number(values.max(), digits)}]'
     return text
 
 
 def by_seed(rows, column, digits):
     """'4.23, 4.68, 4.75' of seeds 1, 2, 3."""
-    values = rows.sort_values('seed')[column].round(digits) + 0.0  # never -0
-    return ', '.join(f'{x:.{digits}f}' for x in values)
+    return ', '.join(number(x, digits) for x in rows.sort_values('seed')[column])
 
 
 # -------- the tables
-def grid_table(table, rates, tying=0):
+def grid_table():
     """The test loss of each method at each rate: means over the seeds there are [lowest, highest]."""
-    rows = read_grid(table)
-    default = (rows.method != 'mu_loss') | (rows.lam == 0.1)
-    default &= (rows.method != 'z_loss') | (rows.lam == 1e-4)
-    rows = rows[default & (rows.weight_tying == tying)]
-    rates = [rate for rate in rates if rate in set(rows.lr)]
+    rows = read_grid('grid')
+    rates = sorted(rows.lr.unique())
     lines = []
     for name in METHODS.values():
         cells = [rows[(rows.name == name) & (rows.lr == rate)].test_loss for rate in rates]
-        if any(len(cell) for cell in cells):
-            lines.append([name, *(mean_and_range(cell, 3) for cell in cells)])
+        lines.append([name, *(mean_and_range(cell, 3) for cell in cells)])
     return markdown(lines, ['learning rate', *(f'{rate:g}' for rate in rates)])
-
-
-def sign_table():
-    """The mean logit of the baseline by rate, in both grids."""
-    lines = []
-    for table, label in (('quick', '8,000 steps'), ('grid', '100,000 steps')):
-        rows = read_grid(table)
-        rows = rows[(rows.name == 'baseline') & (rows.weight_tying == 0)]
-        rates = [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
-        lines.append([label, *(by_seed(rows[rows.lr == rate], 'logit_mean', 0) for rate in rates)])
-    return markdown(lines, ['mean logit at', *(f'{rate:g}' for rate in rates)])
-
-
-def read_cause_at_paper_rate():
-    """The runs at 0.3 with 100,000 steps, one seed; two of them are the grid's."""
-    rows = read('grid')
-    rows = rows[(rows.method == 'baseline') & (rows.lr == 0.3) & (rows.seed == 1)]
-    rows = rows.assign(arm=rows.arm.replace('', 'BF16 logits'))
-    return pd.concat([rows, read('cause_0.3')])
-
-
-def arms_table(rows, columns):
-    """A line for each arm, the columns for seeds 1, 2 and 3."""
-    lines = []
-    for arm, of_arm in rows.groupby('arm', sort=False):
-        lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in columns.values())])
-    return markdown(lines, ['', *columns])
-
-
-def demo_table():
-    """The test loss of the demo's four runs, by seed."""
-    rows = read_grid('demo')
-    seeds = sorted(rows.seed.unique())
-    lines = []
-    for name in SHOWN:
-        losses = rows[rows.name == name].set_index('seed').test_loss
-        lines.append([name, *(f'{losses[seed]:.2f}' for seed in seeds)])
-    return markdown(lines, ['', *(f'seed {seed}' for seed in seeds)])
-
-
-CAUSE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), '‖μ‖': ('mu_norm', 0)}
-RARE_ARMS = ['baseline', 'fp32 logits', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering',
-             'centered by frequency', 'centered by rows in use', 'centered head']
-UNUSED = ['baseline', 'μ-centering', 'centered by frequency']
-RARE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
-        'weighted by frequency': ('logit_mean_f', 0)}
-
-
-def rare_table():
-    """257 bytes in 320 rows: three seeds."""
-    rows = read('rare')
-    rows = rows[rows.run.str.startswith('bytes')]
-    lines = []
-    for arm in RARE_ARMS:
-        of_arm = rows[rows.arm == arm]
-        lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in RARE.values())])
-    return markdown(lines, ['', *RARE])
-
-
-def unused_table():
-    """64 characters in more rows: what share of the drift μ-centering leaves. One seed."""
-    rows = read('rare')
-    rows = rows[~rows.run.str.startswith('bytes')]
-    lines = []
-    for n_rows, part in rows.groupby('vocab_size'):
-        part = part.set_index('arm')
-        left = part.logit_mean_f['μ-centering'] / part.logit_mean_f['baseline']
-        losses = [f'{part.test_loss[arm]:.2f}' for arm in UNUSED]
-        lines.append([f'{n_rows}', f'{1 - 64 / n_rows:.2f}', f'{left:.2f}', *losses])
-    return markdown(lines, ['rows of E', 'share of unused rows', 'share of the drift left', *UNUSED])
-
-
-def takes_table():
-    """Test losses of the baseline with BF16 and with fp32 logits, one seed."""
-    rows = read('takes')
-    rows['changed'] = rows.arm.str.removesuffix('; fp32 logits')
-    lines = []
-    for changed, pair in rows.groupby('changed', sort=False):
-        is_fp32 = pair.arm.str.endswith('; fp32 logits')
-        if is_fp32.sum() == 1 and len(pair) == 2:
-            bf16 = pair[~is_fp32].iloc[0]
-            fp32 = pair[is_fp32].iloc[0]
-            gap = bf16.test_loss - fp32.test_loss
-            lines.append([changed, f'{bf16.test_loss:.2f}', f'{fp32.test_loss:.2f}', f'{gap:+.2f}',
-                          f'{bf16.logit_mean:.0f}', f'{fp32.logit_mean:.0f}'])
-    header = ['changed', 'BF16 logits', 'fp32 logits', 'difference', 'mean logit, BF16', 'fp32']
-    return markdown(lines, header)
 
 
 def untied_runs(table):
     """The untied runs of a grid with the λ of sweep.sh, as analyze.py reads and names them."""
     runs = analyze.read_runs(HERE / f'{table}/results.csv')
-    runs = runs[runs.weight_tying == 0]
+    own = read_grid(table)
     runs['variant'] = runs.variant.str.replace('logits_dtype float32', 'fp32 logits')
-    own_lam = (runs.method != 'mu_loss') | (runs.lam == 0.1)
-    own_lam &= (runs.method != 'z_loss') | (runs.lam == 1e-4)
-    return runs[own_lam]
-
-
-def quick_lrs_table():
-    """LRS in 8,000 steps, three seeds, by analyze.py's function."""
-    lrs, _ = analyze.learning_rate_sensitivity(untied_runs('quick'))
-    lines = [[row.variant, report.lrs_cell(row)] for row in lrs.itertuples()]
-    return markdown(lines, ['', 'LRS'])
+    return runs[runs.run.isin(own.run)]
 
 
 def lrs_of(runs):
@@ -213,70 +124,221 @@ def grid_lrs_table():
     return markdown(lines, ['', *found, "the authors' 16M"])
 
 
-def lam_table():
-    """The test loss with each λ of Table 4, at the rates that `quick` has them at. One seed."""
-    rows = read('quick')
-    rows = rows[(rows.seed == 1) & (rows.weight_tying == 0)]
-    rates = [0.1, 0.3, 1]
+def rounding_table():
+    """The models of the baseline and of its twin at 0.3, with logits in BF16 and in fp32."""
+    rows = read('grid')
+    rows = rows[(rows.method == 'baseline') & (rows.lr == 0.3)]
     lines = []
-    for method, name in (('z_loss', 'z-loss'), ('mu_loss', 'μ-loss')):
-        for lam in (1e-7, 1e-4, 0.1, 100):
-            own = rows[(rows.method == method) & (rows.lam == lam)]
-            cells = [by_seed(own[own.lr == rate], 'test_loss', 2) for rate in rates]
-            lines.append([f'{name}, λ = {lam:g}', *cells])
-    return markdown(lines, ['learning rate', *(f'{rate:g}' for rate in rates)])
+    for arm, name in (('', 'BF16 logits'), ('fp32 logits', 'fp32 logits')):
+        of_arm = rows[rows.arm == arm]
+        losses = [by_seed(of_arm, f'test_loss_{dtype}', 2) for dtype in ('bfloat16', 'float32')]
+        lines.append([name, *losses])
+    return markdown(lines, ['trained with', 'evaluated with BF16 logits', 'with fp32 logits'])
 
 
-def authors_table():
-    """The standard deviation of the logits in the authors' untied runs, at 0.1 and 0.3."""
-    runs = pd.read_csv(HERE.parent / 'authors/results.csv')
-    runs = runs[(runs.weight_tying == 0) & runs.lr.isin([0.1, 0.3])]
-    arms = {'baseline': runs[runs.method == 'baseline']}
-    for lam in (1e-7, 1e-4, 0.1, 100):
-        arms[f'μ-loss, λ = {lam:g}'] = runs[(runs.method == 'mu_loss') & (runs.lam == lam)]
-    arms['μ-centering'] = runs[runs.method == 'mu_centering']
-    sizes = list(dict.fromkeys(runs['size']))
+RATIOS = {'cos(μ, h)': ('cos_mu_h', 2), 'r_emb': ('r_emb', 2), 'r_cos': ('r_cos', 3), 'r_log': ('r_log', 3)}
+
+
+def fact_3_table():
+    """Fact 3's quantities of the baselines at 0.3, of the grid and of the runs that repeat it."""
+    grid = read('grid')
+    grid = grid[(grid.method == 'baseline') & (grid.arm == '') & (grid.lr == 0.3)]
+    again = grid[:0]
+    if (HERE / 'again').exists():
+        again = read('again')
+    again = again[again.lr == 0.3]
+    columns = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), **RATIOS}
     lines = []
-    for name, own in arms.items():
+    for name, rows in (('AMD', grid), ('Intel', again)):
+        if len(rows):
+            lines.append([name, *(by_seed(rows, column, digits) for column, digits in columns.values())])
+    return markdown(lines, ['machine', *columns])
+
+
+CAUSES = ['BF16 logits', 'fp32 logits', 'exact gradient', 'fp32 logits, BF16 gradient',
+          'gradient at a random scale', 'Coupled Adam', 'SGD on E', 'centered head', 'with a gain']
+
+
+def cause_table():
+    """The arms at rate 1, three seeds, and at 0.3, one seed; two of these are the grid's."""
+    quick = read('cause')
+    grid = read('grid')
+    grid = grid[(grid.method == 'baseline') & (grid.lr == 0.3) & (grid.seed == 1)]
+    grid = grid.assign(arm=grid.arm.replace('', 'BF16 logits'))
+    long = pd.concat([grid, read('cause_0.3')])
+    lines = []
+    for arm in CAUSES:
         cells = []
-        for size in sizes:
-            stds = own[own['size'] == size].sort_values('lr').logit_std
-            cells.append(', '.join(f'{std:.1f}' for std in stds))
-        lines.append([name, *cells])
-    return markdown(lines, ['', *sizes])
+        for rows in (quick, long):
+            of_arm = rows[rows.arm == arm]
+            cells += [by_seed(of_arm, 'test_loss', 2), by_seed(of_arm, 'logit_mean', 0)]
+        lines.append([arm, *cells])
+    return markdown(lines, ['', 'rate 1: test loss', 'mean logit', '0.3: test loss', 'mean logit'])
 
 
-def evaluation_table():
-    """Seed 1 of the baseline at 0.3: its checkpoints with their logits in BF16 and in fp32, and the twin."""
-    rows = read('grid', 'evaluation')
-    rows = rows[(rows.seed == 1) & rows.run.str.contains('baseline-lr0.3')]
-    twin = rows[rows.arm == 'fp32 logits'].set_index('step')
+def methods_table():
+    """All methods at rate 1, three seeds."""
+    rows = read_grid('quick')
+    rows = rows[rows.lr == 1]
+    others = read('methods')
+    others['name'] = others.arm
     lines = []
-    for _, row in rows[rows.arm == ''].sort_values('step').iterrows():
-        bf16, fp32 = row.test_loss_bfloat16, row.test_loss_float32
-        lines.append([f'{row.step:,}', f'{row.logit_mean:.0f} ± {row.logit_mean_spread:.0f}', f'{bf16:.2f}',
-                      f'{fp32:.2f}', f'{twin.test_loss_float32[row.step]:.2f}', f'{bf16 - fp32:.2f}',
-                      f'{row.estimate:.2f}'])
-    return markdown(lines, ['step', 'mean logit ± spread', 'loss with BF16 logits', 'with fp32 logits',
-                            'a twin trained with fp32 logits', 'rounding at evaluation', 'estimate'])
+    for name, of_method in pd.concat([rows, others]).groupby('name', sort=False):
+        columns = ('logit_mean', 0), ('logit_std', 0), ('largest_loss', 0)
+        cells = [by_seed(of_method, column, digits) for column, digits in columns]
+        lines.append([name, by_seed(of_method, 'test_loss', 2), *cells])
+    order = [*METHODS.values(), *others.name.unique()]
+    lines.sort(key=lambda line: order.index(line[0]))
+    header = ['', 'test loss', 'mean logit', 'standard deviation of the logits', 'largest training loss']
+    return markdown(lines, header)
+
+
+def demo_table():
+    """The test loss of the demo's four runs, by seed."""
+    rows = read_grid('demo')
+    seeds = sorted(rows.seed.unique())
+    lines = []
+    for name in SHOWN:
+        losses = rows[rows.name == name].set_index('seed').test_loss
+        lines.append([name, *(f'{losses[seed]:.2f}' for seed in seeds)])
+    return markdown(lines, ['', *(f'seed {seed}' for seed in seeds)])
+
+
+def takes_table():
+    """Test losses of the baseline with BF16 and with fp32 logits, one seed."""
+    rows = read('takes')
+    rows['changed'] = rows.arm.str.removesuffix('; fp32 logits')
+    lines = []
+    for changed, pair in rows.groupby('changed', sort=False):
+        is_fp32 = pair.arm.str.endswith('; fp32 logits')
+        (bf16,) = pair[~is_fp32].itertuples()
+        (fp32,) = pair[is_fp32].itertuples()
+        gap = bf16.test_loss - fp32.test_loss
+        lines.append([changed, f'{bf16.test_loss:.2f}', f'{fp32.test_loss:.2f}', f'{gap:+.2f}',
+                      f'{bf16.logit_mean:.0f}', f'{fp32.logit_mean:.0f}'])
+    header = ['changed', 'BF16 logits', 'fp32 logits', 'difference', 'mean logit, BF16', 'fp32']
+    return markdown(lines, header)
+
+
+def last_of(rows):
+    """The last checkpoint of each run, of rows of last_norm.csv."""
+    return rows.sort_values('step').groupby('run', as_index=False).tail(1)
+
+
+GAIN = {'mean logit': ('logit_mean', 0), '‖h‖': ('h_norm', 2), 'cos(μ, h)': ('cos_mu_h', 2),
+        'energy in three dimensions': ('share', 4), 'gain of the largest': ('gain_1', 4),
+        'median gain of the others': ('gain_median', 2)}
+
+
+def gain_table():
+    """With a gain and without one, by tokens a step: means over the seeds there are [lowest, highest]."""
+    runs = read('gain')
+    runs['tokens'] = runs.batch_size * runs.block_size
+    last = last_of(read('gain', 'last_norm')).drop(columns='arm')
+    last['share'] = last.share_1 + last.share_2 + last.share_3
+    rows = runs[['run', 'arm', 'tokens', 'test_loss']].merge(last, on='run')
+    lines = []
+    for (tokens, arm), part in rows.groupby(['tokens', 'arm'], sort=False):
+        cells = [mean_and_range(part[column], digits) for column, digits in GAIN.values()]
+        if arm == 'without':
+            cells[-2:] = ['', '']
+        lines.append([f'{tokens:,} tokens, {arm}', mean_and_range(part.test_loss, 2), *cells])
+    return markdown(lines, ['', 'test loss', *GAIN])
+
+
+def slow_gain_table():
+    """Gains whose learning rate is scaled, with how far they can move at most: scale x sum of the rates."""
+    runs = read('slow_gain')
+    last = last_of(read('slow_gain', 'last_norm'))
+    lines = []
+    for (rate, arm), part in runs.groupby(['lr', 'arm'], sort=False):
+        steps = range(1, part.steps.iloc[0] + 1)
+        scale = float(10 ** -3.5 if arm.endswith('10^-3.5') else arm.removeprefix('gain at '))
+        reach = scale * sum(train.learning_rate(step, part.iloc[0]) for step in steps)
+        gains = last[last.run.isin(part.run)]
+        lines.append([f'{rate:g}, {arm}', f'{reach:.1f}', by_seed(part, 'test_loss', 2),
+                      by_seed(part, 'logit_mean', 0), by_seed(part, 'h_norm', 2),
+                      by_seed(gains, 'gain_1', 2)])
+    return markdown(lines, ['learning rate, scale', 'reach', 'test loss', 'mean logit', '‖h‖',
+                            'gain of the largest dimension'])
+
+
+RARE_ARMS = ['baseline', 'fp32 logits', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering',
+             'centered by frequency', 'centered by rows in use', 'centered head']
+RARE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
+        'weighted by frequency': ('logit_mean_f', 0)}
+
+
+def rare_table():
+    """257 bytes in 320 rows: three seeds."""
+    rows = read('rare')
+    rows = rows[rows.run.str.startswith('bytes')]
+    lines = []
+    for arm in RARE_ARMS:
+        of_arm = rows[rows.arm == arm]
+        lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in RARE.values())])
+    return markdown(lines, ['', *RARE])
+
+
+UNUSED = ['baseline', 'μ-centering', 'centered by frequency']
+
+
+def unused_table():
+    """64 characters in more rows: what share of the drift μ-centering leaves. One seed."""
+    rows = read('rare')
+    rows = rows[~rows.run.str.startswith('bytes')]
+    lines = []
+    for n_rows, part in rows.groupby('vocab_size'):
+        part = part.set_index('arm')
+        left = part.logit_mean_f['μ-centering'] / part.logit_mean_f['baseline']
+        losses = [f'{part.test_loss[arm]:.2f}' for arm in UNUSED]
+        lines.append([f'{n_rows}', f'{1 - 64 / n_rows:.2f}', f'{left:.2f}', *losses])
+    return markdown(lines, ['rows of E', 'share of unused rows', 'share of the drift left', *UNUSED])
+
+
+def decay_table():
+    """Weight decay by Eq. 2 and with the schedule, beside the baseline of the same machine."""
+    rows = pd.concat([read('again'), read('decay')])
+    lines = []
+    for arm, name in (('baseline', 'baseline'), ('Eq. 2', 'weight decay, Eq. 2'),
+                      ('with the schedule', 'weight decay, λ η_t / η')):
+        cells = []
+        for rate in (0.003, 0.3):
+            part = rows[(rows.arm == arm) & (rows.lr == rate)]
+            if arm == 'Eq. 2' and rate == 0.3:
+                part = read_grid('grid')
+                part = part[(part.method == 'weight_decay') & (part.lr == rate)]
+            cells += [by_seed(part, 'test_loss', 3), by_seed(part, 'logit_std', 2)]
+        lines.append([name, *cells])
+    return markdown(lines, ['', '0.003: test loss', 'standard deviation of the logits', '0.3: test loss',
+                            'standard deviation of the logits'])
+
+
+def planted_table():
+    """A vector of norm 331 planted in all e_i: which rounding moves the mean logit."""
+    rows = pd.read_csv(HERE / 'planted/results.csv')
+    rows = rows[rows.table == 'rounding']
+    lines = []
+    for case, part in rows.groupby('case', sort=False):
+        lines.append([case.replace('|', 'logits,') + ' gradient', by_seed(part, 'logit_mean', 0),
+                      by_seed(part, 'test_loss', 2)])
+    return markdown(lines, ['', 'mean logit', 'test loss'])
 
 
 TABLES = {
-    'grid': lambda: grid_table('grid', [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3]),
-    'quick': lambda: grid_table('quick', [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]),
-    'tied': lambda: grid_table('quick', [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1], tying=1),
-    'sign': sign_table,
+    'grid': grid_table,
+    'grid_lrs': grid_lrs_table,
+    'rounding': rounding_table,
+    'fact_3': fact_3_table,
+    'cause': cause_table,
+    'methods': methods_table,
     'demo': demo_table,
-    'cause': lambda: arms_table(read('cause'), CAUSE),
-    'cause_0.3': lambda: arms_table(read_cause_at_paper_rate(), CAUSE),
-    'evaluation': evaluation_table,
+    'takes': takes_table,
+    'gain': gain_table,
+    'slow_gain': slow_gain_table,
     'rare': rare_table,
     'unused': unused_table,
-    'takes': takes_table,
-    'quick_lrs': quick_lrs_table,
-    'grid_lrs': grid_lrs_table,
-    'lam': lam_table,
-    'authors': authors_table,
+    'decay': decay_table,
 }
 
 
@@ -289,6 +351,19 @@ def with_tables(text):
 
 
 # -------- the figures
+def write_png(name, png):
+    """Writes a figure's bytes with 64 colors, which halves them."""
+    Image.open(io.BytesIO(png)).convert('RGB').quantize(64).save(HERE / f'{name}.png', optimize=True)
+
+
+def save_figure(name, figure):
+    """Draws a figure of this file."""
+    png = io.BytesIO()
+    figure.savefig(png, format='png', dpi=110)
+    plt.close(figure)
+    write_png(name, png.getvalue())
+
+
 CAUSE_COLORS = {'BF16 logits': '#FF2C00', 'exact gradient': '#FF9500',
                 'gradient at a random scale': '#845B97', 'fp32 logits': 'black',
                 'fp32 logits, BF16 gradient': 'grey', 'Coupled Adam': '#00B945', 'SGD on E': '#0C5DA5',
@@ -296,9 +371,8 @@ CAUSE_COLORS = {'BF16 logits': '#FF2C00', 'exact gradient': '#FF9500',
 
 
 def draw_curve(ax, curves, run, column, **style):
-    """One column of a run's log against the step."""
-    curve = curves[(curves.run == run.run) & (curves.arm == run.arm) & (curves.step > 0)]
-    curve = curve.dropna(subset=column)
+    """One column of a run's log, or of its checkpoints, against the step."""
+    curve = curves[(curves.run == run) & (curves.step > 0)].dropna(subset=column).sort_values('step')
     ax.plot(curve.step, curve[column], linewidth=1.2, **style)
 
 
@@ -317,25 +391,31 @@ def draw_grid():
         label = f'{name}{rounding}: {runs.test_loss.mean():.2f}'
         for run in runs.itertuples():
             for ax, column in zip(axes, ('val_loss', 'logit_mean'), strict=True):
-                draw_curve(ax, curves, run, column, color=color, label=label if run.seed == 1 else None)
+                draw_curve(ax, curves, run.run, column, color=color, label=label if run.seed == 1 else None)
         axes[0].plot(runs.steps, runs.test_loss, 'o', color=color, markersize=4, clip_on=False)
     axes[0].set(xlabel='step', ylabel='held-out loss, nats per token', xlim=(0, 100_000), ylim=(1.4, 4.6))
     axes[1].set(xlabel='step', ylabel='mean logit', xlim=(0, 100_000))
     for ax in axes:
         ax.xaxis.set_major_formatter('{x:,.0f}')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4, frameon=False)
-    figure.savefig(HERE / 'figure.png', dpi=120)
+    save_figure('figure', figure)
 
 
-def draw_methods():
-    """The paper's Figures 2 and 4 of the grid, as analyze.py draws them."""
+def draw_paper():
+    """The paper's Figures 2, 4, 5, 11 and 12, of the grid and of the runs that repeat it."""
     runs = untied_runs('grid')
     rows = report.with_looks(analyze.with_marks(runs))
     statistics = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
-    figures = {'loss': report.loss_against_lr(rows), 'statistics': report.against_lr(rows, statistics)}
-    for name, figure in figures.items():
-        png = report.to_png(name, 'untied', figure)['png']
-        (HERE / f'{name}.png').write_bytes(png)
+    baselines = rows[rows.variant == 'baseline']
+    ratios = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
+    items = [report.to_png('loss', 'untied', report.loss_against_lr(rows)),
+             report.to_png('statistics', 'untied', report.against_lr(rows, statistics)),
+             report.to_png('fact_3', 'untied', report.against_lr(baselines, ratios))]
+    if (HERE / 'again').exists():
+        again = analyze.with_marks(analyze.read_runs(HERE / 'again/results.csv'))
+        items += report.distribution_figures(again, pd.read_csv(HERE / 'again/distributions.csv'), 0)
+    for item in items:
+        write_png(item['name'].removesuffix('_untied'), item['png'])
 
 
 def draw_cause():
@@ -346,30 +426,73 @@ def draw_cause():
     for arm, color in CAUSE_COLORS.items():
         for run in rows[rows.arm == arm].itertuples():
             label = arm if run.seed == 1 else None
-            draw_curve(ax, curves, run, 'logit_mean', color=color, label=label)
+            draw_curve(ax, curves, run.run, 'logit_mean', color=color, label=label)
     ax.set(xlabel='step', ylabel='mean logit')
     figure.legend(loc='outside right center', frameon=False)
-    figure.savefig(HERE / 'cause.png', dpi=120)
+    save_figure('cause', figure)
 
 
-def draw_unused():
-    """The share of the drift that μ-centering leaves against the share of unused rows, and a prediction."""
-    rows = read('rare')
-    rows = rows[~rows.run.str.startswith('bytes')]
-    means = rows.pivot(index='vocab_size', columns='arm', values='logit_mean_f')
-    figure, ax = plt.subplots(figsize=(4.5, 3.4), layout='constrained')
-    ax.plot([0, 1], [0, 1], color='grey', label='predicted')
-    ax.plot(1 - 64 / means.index, means['μ-centering'] / means['baseline'], 'o', label='measured')
-    ax.set(xlabel='share of rows that never occur', ylabel='share of the drift left')
-    ax.set(xlim=(0, 1), ylim=(0, 1.1))
-    ax.legend(frameon=False)
-    figure.savefig(HERE / 'unused.png', dpi=120)
+DASHES = {128: '-', 512: '--', 2048: ':'}
+
+
+def draw_gain():
+    """What the last LayerNorm does, with a gain and without, against the step: a line for each seed."""
+    runs = read('gain')
+    runs['tokens'] = runs.batch_size * runs.block_size
+    rows = read('gain', 'last_norm')
+    rows['share'] = rows.share_1 + rows.share_2 + rows.share_3
+    panels = {'share': 'energy in three dimensions', 'gain_1': 'gain of the largest dimension',
+              'gain_median': 'median gain of the others', 'h_norm': '‖h‖', 'cos_mu_h': 'cos(μ, h)',
+              'logit_mean': 'mean logit'}
+    figure, axes = plt.subplots(2, 3, figsize=(10, 5.4), layout='constrained', sharex=True)
+    for ax, (column, label) in zip(axes.flat, panels.items(), strict=True):
+        for run in runs.itertuples():
+            if column.startswith('gain') and run.arm == 'without':
+                continue
+            label_of = f'{run.tokens:,} tokens, {run.arm}' if run.seed == 1 else None
+            color = '#B07030' if run.arm == 'with a gain' else '#FF2C00'
+            draw_curve(ax, rows, run.run, column, color=color, linestyle=DASHES[run.tokens], label=label_of)
+        ax.set(title=label)
+        ax.xaxis.set_major_formatter('{x:,.0f}')
+    for ax in axes[1]:
+        ax.set_xlabel('step')
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False)
+    save_figure('gain', figure)
+
+
+SLOW_COLORS = {'gain at 1e-3': '#00B945', 'gain at 10^-3.5': '#FF9500', 'gain at 1e-4': '#FF2C00'}
+
+
+def draw_slow_gain():
+    """Mean logit and gains of slow gains against the step, at rate 1 and at 0.3."""
+    runs = read('slow_gain')
+    curves = read('slow_gain', 'curves')
+    norms = read('slow_gain', 'last_norm')
+    rates = sorted(runs.lr.unique(), reverse=True)
+    figure, axes = plt.subplots(len(rates), 2, figsize=(9, 0.6 + 2.6 * len(rates)), layout='constrained',
+                                squeeze=False)
+    for (left, right), rate in zip(axes, rates, strict=True):
+        for run in runs[runs.lr == rate].itertuples():
+            color = SLOW_COLORS[run.arm]
+            draw_curve(left, curves, run.run, 'logit_mean', color=color,
+                       label=run.arm if run.seed == 1 else None)
+            draw_curve(right, norms, run.run, 'gain_1', color=color)
+            draw_curve(right, norms, run.run, 'gain_median', color=color, linestyle='--')
+        left.set(title=f'learning rate {rate:g}', ylabel='mean logit')
+        right.set(ylabel='gain: largest dimension, others (dashed)', ylim=(-0.3, None))
+    for ax in axes[-1]:
+        ax.set_xlabel('step')
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False)
+    save_figure('slow_gain', figure)
 
 
 if __name__ == '__main__':
     page = HERE / 'README.md'
     page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
     draw_grid()
-    draw_methods()
+    draw_paper()
     draw_cause()
-    draw_unused()
+    if (HERE / 'gain').exists():
+        draw_gain()
+    if (HERE / 'slow_gain').exists():
+        draw_slow_gain()
