@@ -1,53 +1,73 @@
 #!/usr/bin/env bash
-# bash .ci/on_gpu.sh [tests] [speed] [stop]
+# What only a GPU can tell, in 15 minutes on one: bash .ci/on_gpu.sh [harm] [tests] [speed]
 #
-# What only a GPU can tell, all three parts or those named, most important first:
-#   tests   the numbers on the device: gradients against float64, the head's roundings, the compiled model
-#   speed   time and memory of the step of 16M and 221M, beside those of 2102aab, whose loss is log Z - l_t
-#   stop    a run of 16M on the shards in DATA gets SIGTERM, ends after a checkpoint and is resumed
+#   harm    does the paper's harm arise in 16M? At a learning rate of 0.3, with and without a gain
+#           in the last LayerNorm, with BF16 and with fp32 logits: four runs side by side, stopped
+#           after some six minutes; results/gpu_harm/report.html has their curves
+#   tests   the numbers on the device: gradients, roundings, the compiled model, the step
+#   speed   a step of 16M and of 221M with each method: writes results/speed/table.txt
 #
-# Each command's output goes to a file in OUT (out/gpu_logs). What has not ended LIMIT seconds (570) after the
-# start is cut off. The code of 2102aab is taken from git unless it lies in BEFORE (out/2102aab).
-# DEVICE=cpu bash .ci/on_gpu.sh is a trial with everything tiny.
+# DEVICE=cpu bash .ci/on_gpu.sh is a trial of all this with everything tiny.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-: "${DEVICE:=cuda}" "${LIMIT:=570}" "${BEFORE:=out/2102aab}" "${DATA:=data/fineweb_small}"
-logs=${OUT:-out/gpu_logs} sizes='16M 221M' bench='--seconds=8' failed=''
-mkdir -p "$logs" && logs=$(realpath "$logs") || exit 1
-run="--lr=0.1 --steps=2000 --ckpt_every=0 --batch_size=16 --block_size=512 --test_tokens=1e6 --out=out/gpu_stop"
+: "${DEVICE:=cuda}"
 export PYTHONUNBUFFERED=1
-if [ "$DEVICE" = cpu ]; then
-  sizes=tiny bench='--seconds=1 --batch_size=2 --block_size=128 --threads=1'
-  export CUDA_VISIBLE_DEVICES=''
-  DATA=data/stdlib run+=' --device=cpu --threads=1 --size=tiny --block_size=128 --eval_tokens=4e3'
+
+if [ "$DEVICE" = cuda ]; then
+  seconds=340
+  size=16M
+  shape='--batch_size=64 --block_size=256'
+  bench_sizes='16M 221M'
+  bench=''
+else
+  seconds=60
+  size=tiny
+  shape='--batch_size=4 --block_size=32 --threads=1'
+  bench_sizes='tiny'
+  bench='--seconds=2 --batch_size=2 --block_size=128 --threads=1'
 fi
 
-part() {  # NAME SECONDS COMMAND...
-  local seconds=$((LIMIT - SECONDS)) status
-  ((seconds < $2)) || seconds=$2
-  timeout --kill-after=10 $((seconds > 0 ? seconds : 1)) "${@:3}" >"$logs/$1.txt" 2>&1
-  status=$?
-  echo "$SECONDS s: $1, status $status (124: out of time), see $logs/$1.txt"
-  ((status == 0)) || failed+=" $1"
+harm() {
+  python prepare_fineweb.py --source=stdlib --tokenizer=chars --out=data/chars || return
+  rm -rf out/gpu_harm
+  local gain dtype
+  for gain in final_gain no-final_gain; do
+    for dtype in bfloat16 float32; do
+      timeout "$seconds" python train.py --device=$DEVICE --size=$size --data=data/chars --lr=0.3 \
+        --steps=50000 --warmup=200 $shape --$gain --logits_dtype=$dtype --log_every=20 --eval_every=0 \
+        --eval_tokens=16384 --out=out/gpu_harm/$gain-$dtype >out/gpu_harm-$gain-$dtype.log 2>&1 &
+    done
+  done
+  wait  # SIGTERM saves and stops them; the same commands without `timeout` would go on
+  tail -qn 2 out/gpu_harm-*.log
+  python analyze.py out/gpu_harm
 }
 
-for what in ${*:-tests speed stop}; do
-  case $what in
-    tests)
-      part tests 150 python -m pytest -v tests/test_head.py tests/test_model.py ;;
-    speed)
-      [ -d "$BEFORE" ] || { mkdir -p "$BEFORE" && git archive 2102aab | tar -x -C "$BEFORE"; }
-      for size in $sizes; do
-        flags="--device=$DEVICE --size=$size $bench --methods=baseline,mu_loss,mu_centering"
-        part speed-$size-before 120 env -C "$BEFORE" python -m analysis.bench $flags
-        part speed-$size 120 python -m tools.bench $flags
-      done ;;
-    stop)
-      rm -rf out/gpu_stop
-      part stop 120 bash -c "timeout 60 python train.py --data=$DATA $run; [ -e out/gpu_stop/ckpt.pt ]"
-      part resume 200 python train.py --data=$DATA $run
-      head -n 3 "$logs/resume.txt" ;;  # from which step
-    *) echo "no part $what" >&2; exit 2 ;;
-  esac
+tests() {
+  timeout 200 python -m pytest test_facts.py tests/test_head.py tests/test_model.py tests/test_step.py
+}
+
+speed() {
+  local table=results/speed/table.txt one_size
+  {
+    echo "$(git describe --always --dirty), $(python -c 'import torch
+cuda = torch.cuda.is_available()
+print("PyTorch", torch.__version__, "on", torch.cuda.get_device_name() if cuda else "a CPU")')"
+    for one_size in $bench_sizes; do
+      timeout 200 python -m tools.bench --device=$DEVICE --size=$one_size $bench \
+        --methods=baseline,weight_decay,z_loss,soft_capping,mu_loss,mu_centering
+    done
+  } >$table.tmp && mv $table.tmp $table
+  cat $table
+}
+
+mkdir -p out
+failed=''
+for part in ${*:-harm tests speed}; do
+  $part || failed+=" $part"
+  echo "$SECONDS s: $part has ended"
 done
-[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
+if [ -n "$failed" ]; then
+  echo "failed:$failed" >&2
+  exit 1
+fi
