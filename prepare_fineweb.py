@@ -2,13 +2,18 @@
 Turns text into token shards for train.py. Run the same command again to resume.
 
     python prepare_fineweb.py                         # FineWeb: 13.2 billion GPT-2 tokens, 26 GB
-    python prepare_fineweb.py --source=pretokenized   # the authors' data: kjj0/fineweb100B-gpt2
+    python prepare_fineweb.py --source=pretokenized   # or as many of the authors' tokens
     python prepare_fineweb.py --source=local --files='texts/**/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib  # no network
 
+The first command downloads text, from all over FineWeb's sample-100BT, and tokenizes it, which
+takes hours. The second one only downloads: shards of kjj0/fineweb100B-gpt2, on which the authors
+trained.
+
 It writes <source>_val_000000.bin, which is held out, then <source>_train_000000.bin and so on, in
 the format of train.py. meta.json says how the shards were made, how far they are, and whether all
-that the command asks for is there ("done").
+that the command asks for is there ("done"). A larger --tokens adds train shards to a folder, and
+leaves val as it is: the runs before can still be measured, but not resumed.
 """
 import argparse
 import fnmatch
@@ -45,7 +50,7 @@ add('--files', type=os.path.expanduser, help='of --source=local, a quoted glob: 
     '.jsonl or .parquet (with a field "text")')
 add('--out', type=os.path.expanduser, help='folder of the shards (%(default)s: in data/)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes', 'chars'],
-    help='bytes and chars need no download')
+    help='bytes and chars need no download; chars is for --source=stdlib alone')
 add('--tokens', type=integer, default=13_200_000_000, help='tokens to train on, at most')
 add('--val_tokens', type=integer, default=10_500_000, help='tokens held out: the first ones; of '
     'local files the first 5,000 of every 50,000, up to about this many')
@@ -73,11 +78,34 @@ def stdlib_files():
     return [f'{root}/{name}' for name in names]
 
 
+def match(pattern):
+    """The paths that match a glob. Its ** follows links to folders, but enters none twice."""
+    if os.path.basename(pattern) == '**':  # all files
+        pattern += '/*'
+    top, stars, rest = pattern.partition('**/')
+    if not stars:
+        return set(glob.glob(pattern))
+
+    paths = set()
+    entered = set()
+    folders = sorted(glob.glob(top)) if top else ['']
+    for folder in folders:  # the list grows
+        real = os.path.realpath(folder)
+        if real not in entered:
+            entered.add(real)
+            folder = glob.escape(folder)
+            paths |= match(folder + rest)
+            folders += sorted(glob.glob(f'{folder}*/'))
+    return paths
+
+
 def local_files(pattern):
     """The files that match a glob."""
-    paths = glob.glob(pattern, recursive=True)
-    paths = {path for path in paths if os.path.isfile(path)}  # a second ** finds all files again
+    paths = [path for path in match(pattern) if os.path.isfile(path)]
     check(paths, f'no file matches {pattern}')
+    for path in paths:
+        known = path.endswith(('.txt', '.md', '.rst', '.jsonl', '.parquet'))
+        check(known, f'{path} is not a .txt, .md, .rst, .jsonl or .parquet file')
     return golden_order(sorted(paths))
 
 
@@ -88,25 +116,47 @@ def fineweb_files(name):
     return golden_order(sorted(builder.config.data_files['train']))
 
 
+def published_shards(name, commit):
+    """The shards of a dataset, one for val and then those to train on, and their commit."""
+    from huggingface_hub import HfApi
+    info = HfApi().dataset_info(name, revision=commit)  # None: the newest
+    files = [file.rfilename for file in info.siblings]
+    val = sorted(fnmatch.filter(files, SHARD.format('val')))
+    train = sorted(fnmatch.filter(files, SHARD.format('train')))
+    check(val and train, f'--name={name} has no *_val_000000.bin, or none to train on')
+    return [val[0], *golden_order(train)], info.sha
+
+
 def read_file(path):
     """Yields the documents of a file: its rows, its lines, or what <|endoftext|> separates."""
-    suffix = Path(path).suffix
-    if suffix == '.parquet':
+    if path.endswith('.parquet'):
         with fsspec.open(path, block_size=2**23) as f:  # the hub's client retries each block
             batches = pyarrow.parquet.ParquetFile(f).iter_batches(256, columns=['text'])
             for batch in batches:
                 yield from batch['text'].to_pylist()
-    elif suffix == '.jsonl':
+    elif path.endswith('.jsonl'):
         with open(path, encoding='utf-8-sig') as f:
             for line in f:
-                text = json.loads(line)['text']
-                yield text.encode(errors='replace').decode()  # half a surrogate pair becomes a ?
-    elif suffix == '.py':  # some of Python's own tests are not UTF-8, on purpose
+                if line.strip():
+                    yield json.loads(line)['text']
+    elif path.endswith('.py'):  # some of Python's own tests are not UTF-8, on purpose
         yield Path(path).read_text(encoding='utf-8', errors='replace')
     else:
-        check(suffix in ('.txt', '.md', '.rst'), f'{path} is not a text, .jsonl or .parquet file')
-        text = Path(path).read_bytes().decode('utf-8-sig')
+        text = Path(path).read_bytes().decode('utf-8-sig')  # with its line ends as they are
         yield from text.split('<|endoftext|>')
+
+
+def read_texts(paths):
+    """Yields the documents of some files that are not empty."""
+    for path in paths:
+        n = 0  # documents that have been read
+        try:
+            for text in read_file(path):
+                if text:
+                    yield text.encode(errors='replace').decode()  # half a surrogate pair: a ?
+                n += 1
+        except Exception as error:  # of many kinds, which do not name the file
+            check(False, f'{path}, document {n + 1}: {type(error).__name__}: {error}')
 
 
 # -------- tokens
@@ -135,22 +185,29 @@ def load_encoder(name):
     return encode
 
 
+def batches_of(texts):
+    """Yields lists of documents, with some 8 million characters each."""
+    batch = []
+    n = 0
+    for text in texts:
+        batch.append(text)
+        n += len(text)
+        if n >= 2**23:
+            yield batch
+            batch = []
+            n = 0
+    if batch:
+        yield batch
+
+
 def tokenize(texts, encode, workers):
-    """Yields the tokens (n,) uint16 of documents, 1,024 documents at a time."""
+    """Yields the tokens (n,) uint16 of documents, a batch of them at a time."""
     with ThreadPoolExecutor(workers) as pool:  # the tokenizers free the GIL
-        while batch := list(itertools.islice(texts, 1024)):
+        for batch in batches_of(texts):
             yield np.concatenate(list(pool.map(encode, batch)))
 
 
 # -------- shards
-def read_texts(paths):
-    """Yields the documents of some files that are not empty."""
-    for path in paths:
-        for text in read_file(path):
-            if text:
-                yield text
-
-
 def without_copies(texts):
     """Yields each text once: of one that is held out, no copy should be trained on."""
     known = set()
@@ -160,30 +217,39 @@ def without_copies(texts):
             yield text
 
 
-def hold_out(batches, val, args):
+def hold_out(batches, args):
     """
-    Yields the tokens of the first group that are to be trained on, and appends the rest to `val`:
-    the first ones, or of local files the first 5,000 of every 50,000. So val has something of
-    everything, although one's own files are often sorted by topic or date.
+    Takes val from the tokens of the first group: the first ones, or of local files the first 5,000
+    of every 50,000, as one's own files are often sorted by topic or date. It is whole before
+    anything is trained on, and so it is the same whatever --tokens.
+
+    Returns val (n,), and an iterator over all other tokens.
     """
+    is_local = args.source == 'local'
+    end = 10 * args.val_tokens if is_local else args.val_tokens  # no later token is held out
+    val = [np.zeros(0, np.uint16)]
+    rest = []
     n = 0
     for tokens in batches:
         numbers = np.arange(n, n + len(tokens))
-        n += len(tokens)
-        if args.source == 'local':
-            held_out = (numbers % 50_000 < 5_000) & (numbers < 10 * args.val_tokens)
-        else:
-            held_out = numbers < args.val_tokens
+        held_out = numbers < end
+        if is_local:
+            held_out &= numbers % 50_000 < 5_000
         val.append(tokens[held_out])
-        yield tokens[~held_out]
+        rest.append(tokens[~held_out])
+        n += len(tokens)
+        if n > end:
+            break
+    val = np.concatenate(val)
+    check(n > len(val), f'--val_tokens={args.val_tokens} leaves nothing to train on')
+    return val, itertools.chain(rest, batches)
 
 
-def read_tokens(groups, meta, val, args):
+def read_tokens(groups, encode, meta, args):
     """
     Yields (group, n, tokens): the tokens to train on that follow those in the shards, some at a
-    time, and how many the group has up to their end. Appends what is held out to `val`.
+    time, and how many the group has up to their end. Writes the val shard first.
     """
-    encode = load_encoder(args.tokenizer)
     skip = meta['skip']
     for group in range(meta['group'], len(groups)):
         texts = read_texts(groups[group])
@@ -191,7 +257,8 @@ def read_tokens(groups, meta, val, args):
             texts = without_copies(texts)
         batches = tokenize(texts, encode, args.workers)
         if group == 0:
-            batches = hold_out(batches, val, args)
+            val, batches = hold_out(batches, args)
+            write_shard(val, f'{args.out}/{args.source}_val_000000.bin')
 
         n = 0
         for tokens in batches:
@@ -200,7 +267,7 @@ def read_tokens(groups, meta, val, args):
             skip = max(0, skip - len(tokens))
 
 
-def write_shards(groups, meta, args):
+def write_shards(groups, encode, meta, args):
     """
     Writes the missing shards of the text in `groups`, lists of files: FineWeb has a group for each
     file, others have one of all. meta.json has the group in which the next shard begins, and how
@@ -209,11 +276,10 @@ def write_shards(groups, meta, args):
     total = args.tokens if args.source == 'fineweb' else None  # of others it may be far too many
     bar = tqdm(initial=meta['tokens'], total=total, unit=' tokens', unit_scale=True,
                disable=None)  # None: no bar in a file
-    val = []
-    parts = []  # of the next train shard
+    parts = []  # of the next shard
     n = 0  # tokens in these parts
     size = min(args.shard_tokens, args.tokens - meta['tokens'])
-    for group, n_group, tokens in read_tokens(groups, meta, val, args):
+    for group, n_group, tokens in read_tokens(groups, encode, meta, args):
         bar.update(len(tokens))
         parts.append(tokens)
         n += len(tokens)
@@ -222,22 +288,19 @@ def write_shards(groups, meta, args):
             parts = [whole[size:]]
             n -= size
             meta.update(group=group, skip=n_group - n)
-            add_shard(whole[:size], val, meta, args)
+            add_shard(whole[:size], meta, args)
             size = min(args.shard_tokens, args.tokens - meta['tokens'])
             if size == 0:
                 return
 
-    if n > 0:  # the texts end before --tokens
-        meta.update(group=len(groups), skip=0)
-        add_shard(np.concatenate(parts), val, meta, args)
+    meta['exhausted'] = True  # the texts end before --tokens
+    if n > 0:
+        add_shard(np.concatenate(parts), meta, args)
 
 
-def add_shard(tokens, val, meta, args):
-    """Writes a train shard, val as far as it has been read, and then how far the shards are."""
-    path = f'{args.out}/{args.source}'
-    write_shard(tokens, f'{path}_train_{meta["shards"] - 1:06d}.bin')
-    if val:
-        write_shard(np.concatenate(val), f'{path}_val_000000.bin')
+def add_shard(tokens, meta, args):
+    """Writes a train shard, and then how far the shards are."""
+    write_shard(tokens, f'{args.out}/{args.source}_train_{meta["shards"] - 1:06d}.bin')
     meta['shards'] += 1
     meta['tokens'] += len(tokens)
     save(meta, f'{args.out}/meta.json')
@@ -249,27 +312,24 @@ def write_shard(tokens, path):
     save(np.concatenate([header.view('<u2'), tokens]).tobytes(), path)
 
 
-def download_shards(meta, args):
-    """Downloads published shards: one for val, and as many as --tokens needs."""
-    from huggingface_hub import HfApi, hf_hub_download
-    info = HfApi().dataset_info(args.name, revision=meta.get('revision'))
-    meta['revision'] = info.sha  # all shards are of one commit
-    save(meta, f'{args.out}/meta.json')
-    files = [file.rfilename for file in info.siblings]
-    val = sorted(fnmatch.filter(files, SHARD.format('val')))
-    train = sorted(fnmatch.filter(files, SHARD.format('train')))
-
+def download_shards(names, meta, args):
+    """Downloads published shards: one for val, and as many to train on as --tokens needs."""
+    from huggingface_hub import hf_hub_download
     meta.update(shards=0, tokens=0)
-    for name in [val[0], *golden_order(train)]:
-        # at once if it is there; a download that was cut short is resumed
-        path = hf_hub_download(args.name, name, repo_type='dataset', revision=info.sha,
-                               local_dir=args.out)
-        n = shard_length(path)
-        if name != val[0]:
-            meta['tokens'] += n
+    for name in names:
+        path = f'{args.out}/{os.path.basename(name)}'
+        if not os.path.exists(path):
+            # the client resumes a download that was cut short
+            whole = hf_hub_download(args.name, name, repo_type='dataset',
+                                    revision=meta['revision'], local_dir=f'{args.out}/.download')
+            shard_length(whole)  # looked at before it stands where train.py looks
+            os.replace(whole, path)
+        if meta['shards'] > 0:  # the first one is val
+            meta['tokens'] += shard_length(path)
         meta['shards'] += 1
         if meta['tokens'] >= args.tokens:
-            break
+            return
+    meta['exhausted'] = True
 
 
 def main(argv=None):
@@ -278,6 +338,8 @@ def main(argv=None):
     check((args.source == 'local') == bool(args.files), '--source=local and --files go together')
     check(args.source != 'pretokenized' or args.tokenizer == 'gpt2',
           '--source=pretokenized has GPT-2 tokens')
+    check(args.source == 'stdlib' or args.tokenizer != 'chars',
+          '--tokenizer=chars is for --source=stdlib: of other texts it loses many characters')
     check(args.tokens > 0 and 0 < args.val_tokens < 2**31 and 0 < args.shard_tokens < 2**31,
           '--tokens, --val_tokens and --shard_tokens should be positive, the last two below 2^31')
     default_name, default_out = DEFAULTS[args.source]
@@ -285,10 +347,13 @@ def main(argv=None):
     args.out = args.out or default_out
 
     if args.source in ('local', 'stdlib'):
-        groups = [local_files(args.files) if args.files else stdlib_files()]
-        args.bytes = sum(os.path.getsize(path) for path in groups[0])
+        paths = local_files(args.files) if args.files else stdlib_files()
+        groups = [paths]
+        n_bytes = sum(os.path.getsize(path) for path in paths)
+    if args.source == 'local':
+        args.bytes = n_bytes
     if args.source == 'stdlib':
-        args.val_tokens = min(args.val_tokens, args.bytes // 2)  # a slim Python is small
+        args.val_tokens = min(args.val_tokens, n_bytes // 2)  # a slim Python is small
 
     # what the shards depend on
     settings = dict(vars(args), vocab_size=VOCAB_SIZES[args.tokenizer])
@@ -306,19 +371,28 @@ def main(argv=None):
             check(not others, f'{meta_path} was made with {was}; choose another --out')
             meta = saved
 
-        if meta['tokens'] < args.tokens:
+        if meta['tokens'] < args.tokens and not meta.get('exhausted'):
+            try:  # what needs the network
+                if args.source == 'pretokenized':
+                    names, meta['revision'] = published_shards(args.name, meta.get('revision'))
+                else:
+                    check('group' in meta, f'{args.out} was begun by an older version; delete it')
+                    encode = load_encoder(args.tokenizer)
+                if args.source == 'fineweb':
+                    meta['paths'] = meta.get('paths') or fineweb_files(args.name)  # of one commit
+                    groups = [[path] for path in meta['paths']]
+            except Exception as error:  # of many kinds
+                check(False, f'a download failed: {error!r}; without a network, use '
+                             '--source=stdlib --tokenizer=bytes')
+
             meta['done'] = False
-            if args.source == 'fineweb':
-                meta['paths'] = meta.get('paths') or fineweb_files(args.name)  # of one commit
-                groups = [[path] for path in meta['paths']]
             save(meta, meta_path)
             if args.source == 'pretokenized':
-                download_shards(meta, args)
+                download_shards(names, meta, args)
             else:
-                write_shards(groups, meta, args)
-            check(meta['tokens'] > 0, f'--val_tokens={args.val_tokens} leaves nothing to train on')
-            meta['done'] = True
-            save(meta, meta_path)
+                write_shards(groups, encode, meta, args)
+        meta['done'] = True
+        save(meta, meta_path)
     print(f'{args.out} is done: {meta["tokens"]:,} tokens ({args.tokenizer}) to train on')
 
 
