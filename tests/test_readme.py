@@ -2,8 +2,10 @@
 import copy
 import functools
 import importlib
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections import OrderedDict
 from itertools import product
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from conftest import ROOT, finish
+from conftest import ENV, ROOT, finish
 from small_runs import ranks
 from test_facts import close, generator, normal
 
@@ -24,6 +26,7 @@ README, ADOPT, TOOLS = (Path(ROOT, page).read_text(encoding='utf-8')
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 CODE = [block or span for page in (ADOPT, TOOLS, README)
         for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', page, re.S)]
+NUMBER = r'-?\d+(\.\d+)?'
 
 
 def code(mark):
@@ -44,6 +47,23 @@ def test_adding_a_method(tmp_path, monkeypatch):
     exec((tmp_path / 'test_facts.py').read_text(), facts)
     facts['test_head_equation']('l2_logits')
     facts['test_model_equation']('l2_logits', False)
+
+
+def test_demo(corpus, tmp_path):
+    """README shows what the demo prints and logs, but for the numbers; here of 20 steps, on other text."""
+    for name in ('sweep.sh', 'train.py', 'model.py', 'analyze.py', 'tools'):
+        os.symlink(f'{ROOT}/{name}', tmp_path / name)
+    env = {**ENV, 'DATA': corpus, 'STEPS': '20', 'FLAGS': '--eval_tokens=256 --test_tokens=256'}
+    done = subprocess.run(['bash', 'sweep.sh', 'demo'], cwd=tmp_path, env=env, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    logs = [path.read_text() for path in tmp_path.glob('out/demo/*/run.log')]
+    lines = [re.sub(NUMBER, 'N', line) for text in (done.stdout, *logs) for line in text.splitlines()]
+
+    shown, = re.findall(r'\n```\n(.*?)```', README, re.S)
+    for line in shown.splitlines():
+        pattern = re.escape(re.sub(NUMBER, 'N', line)).replace(r'\.\.\.', '.*')
+        assert any(re.fullmatch(pattern, other) for other in lines), line
+    assert (tmp_path / 'results/demo/report.html').exists()
 
 
 def test_commands():

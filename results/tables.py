@@ -1,0 +1,201 @@
+"""The tables of README.md, tools/adopt.md and results/, from the csv files: python -m results.tables"""
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from results.mean_logit.mean_logit import cost, read_runs
+from tools.report import NAMES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+TYINGS = {'untied': 0, 'tied': 1}
+SIZES = ['16M', '29M', '57M', '109M', '221M']
+PAPER = ['baseline', 'weight_decay', 'z_loss', 'soft_capping', 'mu_loss', 'mu_centering']
+
+
+def read(name):
+    return pd.read_csv(HERE / name)
+
+
+def markdown(header, lines):
+    """A table in Markdown, whose first column is text."""
+    rule = '---' + '|---:' * (len(header) - 1)
+    return '\n'.join(['|'.join(header), rule, *('|'.join(line) for line in lines)])
+
+
+def from_to(values, digits):
+    """'1.00 to 1.03': the lowest and the highest."""
+    return f'{values.min() + 0:.{digits}f} to {values.max() + 0:.{digits}f}'
+
+
+def mean_and_range(values, digits):
+    """'2.10 [2.05, 2.20]': the mean, the lowest and the highest."""
+    numbers = [round(x, digits) + 0.0 for x in (values.mean(), values.min(), values.max())]  # no -0
+    mean, low, high = (f'{x:.{digits}f}' for x in numbers)
+    return f'{mean} [{low}, {high}]'
+
+
+def losses_of_authors():
+    """Their test losses with the default λ: a row for each tying, rate and size, a column a method."""
+    runs = read('authors/results.csv')
+    runs = runs[runs.lam.isna() | (runs.lam == 1e-4)]
+    return runs.pivot(index=['weight_tying', 'lr', 'size'], columns='method', values='test_loss')
+
+
+# -------- README.md and tools/adopt.md
+def lrs(tying):
+    """Tables 2 and 5. Underlined: never over 1% above the best. Tied weight decay is the paper's."""
+    rows = read('authors/lrs.csv')
+    rows = rows[(rows.table == 'methods') & (rows.weight_tying == TYINGS[tying])]
+    rows = rows.set_index(['method', 'size'])
+    printed = pd.read_csv(ROOT / 'tools/paper_lrs.csv', index_col=['tying', 'variant', 'size'])
+    lines = []
+    for method in PAPER:
+        name = NAMES.get(method, method)
+        cells = []
+        for size in SIZES:
+            if (method, size) in rows.index:
+                row = rows.loc[(method, size)]
+                value = row.lrs_n1
+                converged = row.behind == 0
+            else:
+                row = printed.loc[(tying, name, size)]
+                value = row.lrs
+                converged = row.converged == 1
+            cells.append(f'<ins>{value:.3f}</ins>' if converged else f'{value:.3f}')
+        lines.append([name, *cells])
+    return markdown([tying, *SIZES], lines)
+
+
+def gains(tying):
+    """The test loss of the authors' baseline minus that of each method, over the sizes."""
+    losses = losses_of_authors().loc[TYINGS[tying]]
+    lines = []
+    for method in PAPER[1:]:
+        gain = (losses.baseline - losses[method]).dropna()
+        if len(gain):
+            parts = [gain.loc[:0.01], gain.loc[0.03], gain.loc[0.1], gain.loc[0.3]]
+            lines.append([NAMES[method], *(from_to(part, 3) for part in parts)])
+    return markdown([f'{tying}, gain at', 'up to 0.01', '0.03', '0.1', '0.3'], lines)
+
+
+# -------- results/authors
+def norms_with_decay():
+    """‖μ‖ of untied runs with weight decay over the baseline's, and what AdamW's decay would leave."""
+    runs = read('authors/results.csv')
+    runs = runs[runs.weight_tying == 0]
+    norms = runs[runs.method.isin(['baseline', 'weight_decay'])].pivot(
+        index=['lr', 'size'], columns='method', values='mu_norm')
+    ratios = (norms.weight_decay / norms.baseline).groupby('lr')
+    theirs = [from_to(part, 2) for _, part in ratios]
+    rates = np.array([*ratios.groups])
+    decay = 1e-4 * 50_000 * rates  # λ times the sum of η over 100,000 steps, half of them at the peak
+    left = (1 - np.exp(-decay)) / decay
+    return markdown(['η', *(f'{rate:g}' for rate in rates)],
+                    [['theirs', *theirs], ["AdamW's would leave", *(f'{x:.2f}' for x in left)]])
+
+
+def decays():
+    """This project's runs with Eq. 2 and with AdamW's decay: means over three seeds."""
+    lines = []
+    for (lr, method), rows in read('authors/decays.csv').groupby(['lr', 'method']):
+        cells = [mean_and_range(rows[name], 2) for name in ('mu_norm', 'test_loss')]
+        lines.append([f'{lr:g}', f'`{method}`', *cells])
+    return markdown(['η', 'method', '‖μ‖', 'test loss'], lines)
+
+
+def parity():
+    """The largest differences between the authors' code and this one, over the methods and tyings."""
+    rows = read('authors/parity.csv')
+    columns = ['loss', 'objective', 'gradients', 'weights']
+    largest = rows.groupby('rope')[columns].max()
+    lines = [[rope, *(f'{x:.1e}' for x in row)] for rope, *row in largest.itertuples()]
+    return markdown(["RoPE's angles", 'loss', 'with regulariser', 'gradients', 'after 5 steps'], lines)
+
+
+def tied_centering():
+    """Test loss above the baseline's of the same seed, after 300 steps: means over three seeds."""
+    rows = read('authors/tied_centering.csv')
+    rows = rows[rows.steps == 300].fillna({'cap': 0})
+    losses = rows.pivot(index=['weight_tying', 'cap', 'seed'], columns='method', values='test_loss')
+    above = losses.sub(losses.baseline, axis=0)
+    lines = []
+    for tied in (True, False):
+        for cap in (0, 30, 15):
+            label = ('tied' if tied else 'untied') + (f', cap {cap}' if cap else '')
+            part = above.loc[(tied, cap)]
+            lines.append([label, *(mean_and_range(part[m], 2) for m in ('mu_centering', 'mu_loss'))])
+    return markdown(['300 steps', 'μ-centering', 'μ-loss'], lines)
+
+
+# -------- results/mean_logit and results/speed
+def mean_logit():
+    """What the authors' runs lose, by the size of their mean logit, and c in that range."""
+    runs = read_runs()
+    runs = runs[runs.kind.notna()]
+    size = runs.logit_mean.abs()
+    lines = []
+    for low, high in ((0, 64), (64, 128), (128, 256), (256, 512), (512, 1024), (1024, 2048)):
+        lost = runs.excess[(size >= low) & (size < high)]
+        label = str(low) if low else 'below 64'
+        step = f'{(low or 32) / 128:g}' + ('' if low else ' or less')
+        c = cost(low or 63)
+        text = f'{lost.median():.3f} [{lost.min():.3f}, {lost.max():.3f}]'
+        lines.append([label, step, f'{c:.2g}', text, str(len(lost))])
+    return markdown(['mean logit from', 'logits are multiples of', 'c, nats',
+                     "the authors' runs lose: median [lowest, highest]", 'runs'], lines)
+
+
+def or_empty(value, text):
+    """A number as text has it, '' if it is not known."""
+    return '' if pd.isna(value) else text.format(value)
+
+
+def speed():
+    """Time and memory of a step on a card: beside the published code, and each method."""
+    lines = []
+    for row in read('speed/published.csv').itertuples():
+        what, commit, ratio = 'baseline', row.code, ''
+        if row.code == 'published':
+            what, commit = 'the published code', ''
+            ratio = f'{row.ratio:.3f} [{row.ratio_from:.3f}, {row.ratio_to:.3f}]'
+        lines.append([f'{row.size}, {what}', row.card, commit, f'{row.ms:g}', ratio, '',
+                      or_empty(row.tflops, '{:.0f}'), or_empty(row.mib, '{:,.0f}')])
+
+    printed = pd.read_csv(ROOT / 'tools/paper_overhead.csv', index_col=['tying', 'size', 'variant'])
+    percent = printed.percent['untied']
+    rows = read('speed/methods.csv')
+    for row in rows[rows.machine == 'one H200'].itertuples():
+        name = NAMES.get(row.method, row.method)
+        theirs = or_empty(1 + percent.get((row.size, name), math.nan) / 100, '{:.3f}')
+        lines.append([f'{row.size}, {name}', 'H200', row.commit, f'{row.ms:g}',
+                      f'{row.time_over_baseline:.3f}', theirs, f'{row.tflops:.0f}', f'{row.mib:,.0f}'])
+    header = ['size, code', 'card', 'commit', 'ms', '/ baseline', "the authors'", 'TFLOP/s', 'MiB']
+    return markdown(header, lines)
+
+
+TABLES = {
+    'README.md': {'lrs untied': lambda: lrs('untied'), 'lrs tied': lambda: lrs('tied')},
+    'tools/adopt.md': {'gains untied': lambda: gains('untied'), 'gains tied': lambda: gains('tied')},
+    'results/authors/README.md': {'norms': norms_with_decay, 'decays': decays, 'parity': parity,
+                                  'tied_centering': tied_centering},
+    'results/mean_logit/README.md': {'mean_logit': mean_logit},
+    'results/speed/README.md': {'speed': speed},
+}
+
+
+def with_tables(page):
+    """The text of a page with what stands between <!-- NAME --> and <!-- end --> made anew."""
+    text = (ROOT / page).read_text(encoding='utf-8')
+    for name, table in TABLES[page].items():
+        before, rest = text.split(f'<!-- {name} -->\n')
+        _, after = rest.split('<!-- end -->', maxsplit=1)
+        text = f'{before}<!-- {name} -->\n{table()}\n<!-- end -->{after}'
+    return text
+
+
+if __name__ == '__main__':
+    for page in TABLES:
+        (ROOT / page).write_text(with_tables(page), encoding='utf-8')
