@@ -2,7 +2,6 @@
 import copy
 import functools
 import importlib
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import train
 from conftest import ENV, ROOT, finish
 from small_runs import ranks
 from test_facts import close, generator, normal
@@ -26,7 +26,6 @@ README, ADOPT, TOOLS = (Path(ROOT, page).read_text(encoding='utf-8')
 ABOVE = {'METHODS': "    'baseline'", 'head_loss': '    stats = {', 'equations': '    return loss, torch'}
 CODE = [block or span for page in (ADOPT, TOOLS, README)
         for block, span in re.findall(r'```python\n(.*?)```|`([^`\n]+)`', page, re.S)]
-NUMBER = r'-?\d+(\.\d+)?'
 
 
 def code(mark):
@@ -39,7 +38,7 @@ def test_adding_a_method(tmp_path, monkeypatch):
     for file in ('model.py', 'test_facts.py'):
         shutil.copy(f'{ROOT}/{file}', tmp_path)
     for file, place, lines in re.findall(r'^--- (\S+\.py), in (\w+).*\n((?:\+.*\n)+)', README, re.M):
-        before, after = (tmp_path / file).read_text().split(ABOVE[place])
+        before, after = (tmp_path / file).read_text().split(ABOVE[place], maxsplit=1)
         (tmp_path / file).write_text(before + lines.replace('\n+', '\n')[1:] + ABOVE[place] + after)
     monkeypatch.delitem(sys.modules, 'model')
     monkeypatch.syspath_prepend(tmp_path)  # where test_facts.py finds the changed model.py
@@ -49,21 +48,27 @@ def test_adding_a_method(tmp_path, monkeypatch):
     facts['test_model_equation']('l2_logits', False)
 
 
-def test_demo(corpus, tmp_path):
-    """README shows what the demo prints and logs, but for the numbers; here of 20 steps, on other text."""
-    for name in ('sweep.sh', 'train.py', 'model.py', 'analyze.py', 'tools'):
-        os.symlink(f'{ROOT}/{name}', tmp_path / name)
-    env = {**ENV, 'DATA': corpus, 'STEPS': '20', 'FLAGS': '--eval_tokens=256 --test_tokens=256'}
-    done = subprocess.run(['bash', 'sweep.sh', 'demo'], cwd=tmp_path, env=env, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    logs = [path.read_text() for path in tmp_path.glob('out/demo/*/run.log')]
-    lines = [re.sub(NUMBER, 'N', line) for text in (done.stdout, *logs) for line in text.splitlines()]
+def is_shown(line, printed):
+    """Whether README shows what is printed as this line, but for its numbers and what ... stands for."""
+    number = r'-?\d+(\.\d+)?'
+    pattern = re.escape(re.sub(number, '0', line)).replace(r'\.\.\.', '.*')
+    return re.fullmatch(pattern, re.sub(number, '0', printed)) is not None
 
-    shown, = re.findall(r'\n```\n(.*?)```', README, re.S)
-    for line in shown.splitlines():
-        pattern = re.escape(re.sub(NUMBER, 'N', line)).replace(r'\.\.\.', '.*')
-        assert any(re.fullmatch(pattern, other) for other in lines), line
-    assert (tmp_path / 'results/demo/report.html').exists()
+
+def test_demo(corpus, tmp_path, capsys):
+    """README's sample: the demo's runs, a line of a log, and how a run ends; of 20 steps on other text."""
+    sample, = re.findall(r'\n\n```\n(.*?)\n```', README, re.S)
+    log_line, *ends = sample.splitlines()
+    env = {**ENV, 'DRY_RUN': '1', 'DATA': corpus, 'OUT': str(tmp_path), 'STEPS': '20',
+           'FLAGS': '--eval_tokens=256 --test_tokens=256'}
+    sweep = subprocess.run(['bash', 'sweep.sh', 'demo'], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE)
+    runs = [line.split()[2:] for line in sweep.stdout.splitlines()]
+    train.main(runs[0])
+    printed = capsys.readouterr().out.splitlines()
+    assert any(is_shown(log_line, line) for line in printed)
+    for i, (end, run) in enumerate(zip(ends, runs, strict=True), 1):
+        name = Path(train.parser.parse_args(run).out).name
+        assert is_shown(end, f'[{i}/4, about 2 min left] {name}: {printed[-1]}')  # by tools/runner.py
 
 
 def test_commands():
