@@ -277,6 +277,12 @@ def test_what_is_refused_before_the_first_run(runs, flags, named):
     assert status == 2 and named in printed[-1] and len(printed) < 3 and not runs.notes()
 
 
+def test_no_jobs(runs):
+    runs.add()
+    status, printed, _ = runs.call('--jobs=0')
+    assert status == 2 and '--jobs' in printed[-1] and not runs.notes()
+
+
 def test_check_starts_nothing(runs):
     """On a login node without GPUs, where runs on GPUs have begun, in their default dtype."""
     runs.flags = runs.flags.replace('--dtype=float32', '')
@@ -326,7 +332,7 @@ def test_slurm_with_several_nodes(tmp_path):
     env = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'SLURM_ARRAY_JOB_ID': '9', 'SLURM_NTASKS': '2',
            'SLURM_CPUS_PER_TASK': '8'}
     ports = []
-    for line, job, status in (('1', '9', 0), ('1', '20010', 0), ('2', '11', 2)):
+    for line, job, status in (('1', '9', 0), ('1', '20010', 0), ('3', '9', 2), ('2', '11', 2)):
         env |= {'SLURM_ARRAY_TASK_ID': line, 'SLURM_JOB_ID': job}
         done = subprocess.run(['bash', f'{ROOT}/tools/slurm.sh', 'runs.txt'], env=env, cwd=tmp_path,
                               text=True, capture_output=True)

@@ -149,6 +149,15 @@ def test_init_from_a_checkpoint(corpus, trained, tmp_path):
     assert_same(state_of(trained('killed', *flags)), state_of(other))
 
 
+@pytest.mark.parametrize('flags, named', [
+    ('--steps=2', 'has reached --steps=2'), ('--steps=9 --weight_tying', 'has weight_tying=False'),
+    ('--steps=9 --rope_fraction=1', 'has rope_fraction=0.5')])
+def test_init_from_what_does_not_fit(flags, named, trained):
+    """Where the shapes of the weights do not show it. Its moments would be of other parameters."""
+    source = trained('source', '--steps=2', '--keep_every=2') + '/model_2.pt'
+    refused(lambda: trained('run', *flags.split(), f'--init_from={source}'), source, named)
+
+
 def test_init_from_a_model(trained, capsys):
     """It begins at step 0 with the weights alone, with another head too."""
     head = ('--method=norm_softmax', '--cap=3')

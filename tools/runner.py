@@ -66,7 +66,7 @@ def start(run, running, gpus):
 
 
 def run_all(todo, jobs):
-    """Runs `todo`, `jobs` at a time. Whatever ends this ends them by SIGTERM: they save."""
+    """Runs `todo`, `jobs` at a time. If an error or a signal ends this, SIGTERM makes them save."""
     all_gpus = ','.join(str(i) for i in range(torch.cuda.device_count()))
     gpus = os.environ.get('CUDA_VISIBLE_DEVICES', all_gpus).split(',')  # [''] if there are none
     waiting = list(todo)
@@ -104,6 +104,7 @@ def main(argv=None):
     parser.add_argument('--check', action='store_true',
                         help='start nothing; runs without --device are to get GPUs elsewhere')
     args = parser.parse_args(argv)
+    train.check(args.jobs > 0, '--jobs should be positive')
 
     runs = []
     for line in sys.stdin:

@@ -18,6 +18,10 @@
 line=${SLURM_ARRAY_TASK_ID:?is not set: submit with --array=1-N}
 task="${SLURM_ARRAY_JOB_ID}_$line"
 command=$(sed -n "${line}p" "$1") || exit  # if there is no such list
+if [ -z "$command" ]; then
+  echo "error: $1 has no line $line" >&2
+  exit 2
+fi
 echo "$(date), $(hostname): $command"
 
 # With --nodes=2 --ntasks-per-node=1 each run spans two nodes, with one torchrun on each
@@ -39,6 +43,7 @@ end_run() {  # a run that gets SIGTERM saves a checkpoint of its step and ends
   fi
 }
 
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # else torchrun kills a run 30 s after a signal
 requeue=no
 trap end_run TERM  # from scancel, or as the job is preempted
 trap 'requeue=yes; end_run' USR1
