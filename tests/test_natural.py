@@ -12,7 +12,7 @@ from results.natural.natural import make_slow_gain, thin
 
 def test_curves_are_thin():
     """Of each run that a figure draws, some 100 lines."""
-    log = pd.DataFrame({'step': range(5000), 'loss': 1.0, 'val_loss': math.nan, 'grad_norm': 1.0})
+    log = pd.DataFrame({'step': range(5000), 'loss': 1.0, 'val_loss': math.nan, 'logit_mean': 1.0})
     log.loc[::500, 'val_loss'] = 2.0
     lines = thin(log)
     assert 100 <= len(lines) <= 200 and lines.val_loss.notna().sum() == 10

@@ -181,13 +181,17 @@ def measure_last_norm(path, config):
     return {name: value.item() for name, value in numbers.items()}
 
 
-COLUMNS = ['step', 'loss', 'val_loss', 'mu_norm', 'logit_mean']
+# the columns of results.csv: those of analyze.py's, other settings, and what is measured here
+RESULTS = ['arm', *analyze.RESULTS, 'n_layer', 'n_embd', 'warmup', 'beta2', 'grad_clip', 'torch',
+           'largest_loss', 'last_logit_mean', 'test_loss_bfloat16', 'test_loss_float32', 'logit_mean_f',
+           'h_norm', 'estimate']
 
 
 def thin(log):
-    """Lines of a log for a plot: some 100 of them, and those with a held-out loss."""
+    """What the figures show of a log: some 100 of its lines, and those with a held-out loss."""
     every = max(1, len(log) // 100)
-    return log[(log.index % every == 0) | log.val_loss.notna()].reindex(columns=COLUMNS)
+    shown = log[(log.index % every == 0) | log.val_loss.notna()]
+    return shown[['step', 'val_loss', 'logit_mean']]
 
 
 def is_drawn(table, config):
@@ -212,9 +216,9 @@ def run(table, arm, words):
     log = pd.read_json(out / 'log.jsonl', lines=True)
     row['largest_loss'] = log.loss.max()
     row['last_logit_mean'] = log.logit_mean.dropna().iloc[-1]
-    found = {'results': [row]}
+    found = {'results': [{name: row.get(name) for name in RESULTS}]}
     if is_drawn(table, config):
-        found['curves'] = thin(log).assign(run=out.name)[['run', *COLUMNS]]
+        found['curves'] = thin(log).assign(run=out.name)
 
     if table == 'again':
         found['distributions'] = [{'run': out.name, 'quantity': name, **values}
