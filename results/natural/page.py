@@ -184,13 +184,11 @@ def methods_table():
     others['name'] = others.arm
     lines = []
     for name, of_method in pd.concat([rows, others]).groupby('name', sort=False):
-        columns = ('logit_mean', 0), ('logit_std', 0), ('largest_loss', 0)
-        cells = [by_seed(of_method, column, digits) for column, digits in columns]
-        lines.append([name, by_seed(of_method, 'test_loss', 2), *cells])
+        columns = ('test_loss', 2), ('logit_mean', 0), ('mu_norm', 0), ('largest_loss', 0)
+        lines.append([name, *(by_seed(of_method, column, digits) for column, digits in columns)])
     order = [*METHODS.values(), *others.name.unique()]
     lines.sort(key=lambda line: order.index(line[0]))
-    header = ['', 'test loss', 'mean logit', 'standard deviation of the logits', 'largest training loss']
-    return markdown(lines, header)
+    return markdown(lines, ['', 'test loss', 'mean logit', '‖μ‖', 'largest training loss'])
 
 
 def demo_table():
@@ -297,32 +295,20 @@ def unused_table():
 
 
 def decay_table():
-    """Weight decay by Eq. 2 and with the schedule, beside the baseline of the same machine."""
-    rows = pd.concat([read('again'), read('decay')])
+    """Weight decay by Eq. 2 and with the schedule, beside the baseline; the first two are the grid's."""
+    grid = read_grid('grid')
+    arms = {'baseline': grid[grid.name == 'baseline'],
+            'weight decay, Eq. 2': grid[grid.name == 'weight decay'],
+            'weight decay, λ η_t / η': read('decay')}
     lines = []
-    for arm, name in (('baseline', 'baseline'), ('Eq. 2', 'weight decay, Eq. 2'),
-                      ('with the schedule', 'weight decay, λ η_t / η')):
+    for name, rows in arms.items():
         cells = []
         for rate in (0.003, 0.3):
-            part = rows[(rows.arm == arm) & (rows.lr == rate)]
-            if arm == 'Eq. 2' and rate == 0.3:
-                part = read_grid('grid')
-                part = part[(part.method == 'weight_decay') & (part.lr == rate)]
-            cells += [by_seed(part, 'test_loss', 3), by_seed(part, 'logit_std', 2)]
+            at_rate = rows[rows.lr == rate]
+            cells += [by_seed(at_rate, 'test_loss', 3), by_seed(at_rate, 'logit_std', 1)]
         lines.append([name, *cells])
-    return markdown(lines, ['', '0.003: test loss', 'standard deviation of the logits', '0.3: test loss',
-                            'standard deviation of the logits'])
-
-
-def planted_table():
-    """A vector of norm 331 planted in all e_i: which rounding moves the mean logit."""
-    rows = pd.read_csv(HERE / 'planted/results.csv')
-    rows = rows[rows.table == 'rounding']
-    lines = []
-    for case, part in rows.groupby('case', sort=False):
-        lines.append([case.replace('|', 'logits,') + ' gradient', by_seed(part, 'logit_mean', 0),
-                      by_seed(part, 'test_loss', 2)])
-    return markdown(lines, ['', 'mean logit', 'test loss'])
+    return markdown(lines, ['', 'at 0.003: test loss', 'std of the logits', 'at 0.3: test loss',
+                            'std of the logits'])
 
 
 TABLES = {
