@@ -47,7 +47,10 @@ def read_grid(table):
 def markdown(lines, header):
     """A table in Markdown, whose first column is text."""
     rule = '---' + '|---:' * (len(header) - 1)
-    return '\n'.join(['|'.join(header), rule, *('|'.join(line) for line in lines)])
+    head = '|'.join(header)
+    if not header[0]:
+        head = f'|{head}'  # else the first column has no header, and there is no table
+    return '\n'.join([head, rule, *('|'.join(line) for line in lines)])
 
 
 def number(x, digits):
