@@ -4,6 +4,7 @@ statistics of the logits, r_emb, r_cos and r_log, and the learning rate sensitiv
 sweep.
 
     python analyze.py out/demo                          # reads runs, writes results/demo/
+    python analyze.py out/mine/model.pt                 # one checkpoint, of any run
     python analyze.py --results=results.csv --out=DIR   # tables and figures of such a csv alone
 
 It writes results.csv, a row for each run; checkpoints.csv, a row for each checkpoint, also of runs
@@ -14,6 +15,7 @@ mu. Losses are in nats per token. Where others share the CPUs, OMP_NUM_THREADS=1
 several times faster.
 """
 import argparse
+import functools
 import glob
 import hashlib
 import json
@@ -35,7 +37,7 @@ from tools.report import BEHIND, PLACE, TYING
 from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
-STATISTICS = 'statistics_v10.json'  # in a run's folder; a new name if what is measured changes
+STATISTICS = 'statistics_v11.json'  # in a run's folder; a new name if what is measured changes
 TOOLS = Path(__file__).parent / 'tools'
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
@@ -78,53 +80,30 @@ def concatenate(parts):
     return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}
 
 
-def estimate_bf16_cost(mean, spread):
-    """
-    What BF16 logits cost in nats, by the estimate of results/mean_logit, which holds up to means
-    of 2,048. The positions' mean logits are taken to be normal, with this mean and standard
-    deviation.
-
-    BF16 keeps 8 significant bits, so the logits around a mean m are s = 2^(floor(log2 |m|) - 7)
-    apart. Their rounding errors are uniform in +-s/2, and log Z grows by log of the mean of
-    exp(error), which is log(sinh(s/2) / (s/2)).
-    """
-    quantiles = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    means = mean + spread * torch.special.ndtri(quantiles)
-    half = 2 ** (means.abs().clamp(1e-3).log2().floor() - 8)  # s / 2
-    return (half.sinh() / half).log().mean().item()
-
-
 @torch.no_grad()
 def measure_positions(gpt, windows):
     """
     A GPT and test windows (n, T + 1) int64 -> a dict of statistics of each position, (n T,) each:
-    those of head_loss and of centering_ratios, cross_entropy, and bf16_cost, which is the cross
-    entropy with BF16 logits minus the one with fp32 logits. The three of centering_ratios are of
-    e_i . h alone, the others of the model's own logits.
+    those of head_loss, but reg; bf16_cost, the loss with BF16 logits minus the one with fp32
+    logits of the same weights; and centering_ratios, which are of e_i . h alone.
     """
     gpt.eval()
-    E = gpt.E
+    E = gpt.E.float()
     own_dtype = gpt.config.logits_dtype
-    # gpt(), gpt.logits and gpt.hidden each run the whole model: a fork may have changed forward,
-    # logits or hidden, so none of these is computed from another.
+    other_dtype = 'float32' if own_dtype == 'bfloat16' else 'bfloat16'
     parts = []
     for batch in windows.to(E.device).split(max(1, 2048 // gpt.config.block_size)):
         tokens, targets = batch[:, :-1], batch[:, 1:]
-        _, stats = gpt(tokens, targets)
-        del stats['reg']  # of the training loss alone
-
-        # cross entropy anew: a fork may have put another loss into head_loss of model.py
         losses = {}
-        for dtype in {own_dtype, 'bfloat16', 'float32'}:
-            gpt.config.logits_dtype = dtype  # GPT.logits reads it there
-            logits = gpt.logits(tokens).flatten(0, 1)
-            losses[dtype] = F.cross_entropy(logits, targets.flatten(), reduction='none')
-        gpt.config.logits_dtype = own_dtype
-        stats['cross_entropy'] = losses[own_dtype]
+        for dtype in (other_dtype, own_dtype):
+            gpt.config.logits_dtype = dtype
+            _, stats = gpt(tokens, targets)
+            losses[dtype] = stats['loss']
+        del stats['reg']  # of the training loss alone
         stats['bf16_cost'] = losses['bfloat16'] - losses['float32']
 
         h = gpt.hidden(tokens).flatten(0, 1).float()
-        parts.append({**stats, **centering_ratios(h, E.float())})
+        parts.append({**stats, **centering_ratios(h, E)})
     return concatenate(parts)
 
 
@@ -134,43 +113,42 @@ def describe_values(values):
     return {**x.describe(), 'below_1': (x < 1).mean(), 'above_0': (x > 0).mean()}
 
 
-def measure_model(gpt, windows):
+def measure_model(gpt, windows=None):
     """
-    A GPT and test windows (n, T + 1) int64 -> `numbers`, a dict of floats for results.csv and
-    checkpoints.csv (each leaves out some of the losses), and `distributions`, a dict of
-    describe_values, over the positions or, of r_emb, over the vocabulary. Whoever changes what is
-    measured gives STATISTICS a new name, or runs that were measured before keep their old numbers.
+    A GPT and test windows (n, T + 1) int64 -> `numbers`, a dict of floats, and `distributions`, a
+    dict of describe_values, over the positions or, of r_emb, over the vocabulary. Without windows:
+    of the weights alone. Whoever changes what is measured gives STATISTICS a new name, or runs that
+    were measured before keep their old numbers.
     """
     E = gpt.E.detach()
-    stats = measure_positions(gpt, windows)
-    # its mean only: its distribution is that of `loss`, unless a fork has changed head_loss
-    cross_entropy = stats.pop('cross_entropy').mean().item()
+    numbers = measure_embeddings(E)
+    distributions = {'r_emb': describe_values(norm_ratios(E).double().cpu())}
+    numbers['r_emb_below_1'] = distributions['r_emb']['below_1']
+    if windows is None:
+        return {'numbers': numbers, 'distributions': distributions}
 
-    per_value = {**stats, 'r_emb': norm_ratios(E).double().cpu()}
-    distributions = {name: describe_values(values) for name, values in per_value.items()}
+    stats = measure_positions(gpt, windows)
+    for name, values in stats.items():
+        distributions[name] = describe_values(values)
+    numbers |= summarize(stats, E)
+    numbers['cross_entropy'] = numbers.pop('loss')  # on the test text, unlike the loss in a log
+    numbers['r_cos_below_1'] = distributions['r_cos']['below_1']
 
     # Fact 3: r_log < 1 wherever r_cos < 1, if r_emb < 1 for every token; NaN if there is none
     r_log = stats['r_log'][stats['r_cos'] < 1]
-    numbers = summarize(stats, E) | measure_embeddings(E)
-    numbers['r_emb_below_1'] = distributions['r_emb']['below_1']
-    numbers['r_cos_below_1'] = distributions['r_cos']['below_1']
     numbers['r_log_below_1_too'] = (r_log < 1).double().mean().item()
-    numbers['cross_entropy'] = cross_entropy
-
-    # not with a cap or norm_softmax: they change the logits after they are rounded
-    if not gpt.config.cap and gpt.config.head_mode != 'norm_softmax':
-        spread = numbers['logit_mean_spread']
-        numbers['bf16_estimate'] = estimate_bf16_cost(numbers['logit_mean'], spread)
     return {'numbers': numbers, 'distributions': distributions}
 
 
 # -------- a run's folder
-def load_windows(settings):
-    """The test windows (n, T + 1) int64 of a run. Raises if the shards have changed."""
-    if train.fingerprint(settings['data']) != settings['data_fingerprint']:
-        raise ValueError(f'{settings["data"]} does not hold the shards of the training')
-    test = train.Windows(settings['data'], 'val', settings['block_size'])
-    ids = test.evenly_spaced(min(POSITIONS, settings['test_tokens']))
+@functools.cache  # most runs of a sweep have the same
+def load_windows(data, block_size, test_tokens):
+    """The test windows (n, T + 1) int64 of runs, None if --data has no val shards any more."""
+    try:
+        test = train.Windows(data, 'val', block_size)
+    except SystemExit:  # its line says what is wrong
+        return None
+    ids = test.evenly_spaced(min(POSITIONS, test_tokens))
     return torch.from_numpy(test[ids])
 
 
@@ -186,36 +164,36 @@ def measure_checkpoint(path, windows):
     return {'step': step, **measure_model(gpt, windows)}
 
 
-def measure_run(folder):
+def measure_run(run):
     """
-    Measures each checkpoint of a run -> {file name: its sha256 and what measure_checkpoint
-    returns}, and notes on those that cannot be measured. The numbers are kept in the run's folder:
-    a file is measured again only if it has changed, and they stay when a file is gone or too large
-    to copy.
+    Measures the checkpoints of a run, a dict of its settings whose `run` is its folder, or a .pt
+    file -> {file name: its sha256 and what measure_checkpoint returns}, and notes on what cannot be
+    measured. The numbers are kept in the folder: a file is measured again only if it has changed,
+    and they stay when a file is gone or too large to copy.
     """
-    settings = read_json(folder / 'config.json')
-    kept = read_json(folder / STATISTICS)
-    if kept.get('run_id') != settings['run_id']:
-        kept = {'run_id': settings['run_id'], 'checkpoints': {}}
-    measured = kept['checkpoints']
+    path = Path(run['run'])
+    files = sorted([*path.glob('model*.pt'), *path.glob('ckpt.pt')])
+    if path.suffix == '.pt':
+        files = [path]
+    measured = read_json(path / STATISTICS)
+    windows = load_windows(run['data'], run['block_size'], run['test_tokens'])
 
     notes = []
-    windows = None  # read once, if there is something to measure
-    for path in sorted([*folder.glob('model*.pt'), *folder.glob('ckpt.pt')]):
+    for file in files:
         try:
-            sha256 = hashlib.sha256(np.memmap(path, mode='r')).hexdigest()
-            if measured.get(path.name, {}).get('sha256') == sha256:
+            sha256 = hashlib.sha256(np.memmap(file, mode='r')).hexdigest()
+            if measured.get(file.name, {}).get('sha256') == sha256:
                 continue
-            measured.pop(path.name, None)
+            measured.pop(file.name, None)
 
-            print(f'measuring {path}', flush=True)
+            print(f'measuring {file}', flush=True)
+            measured[file.name] = {'sha256': sha256, **measure_checkpoint(file, windows)}
             if windows is None:
-                windows = load_windows(settings)
-            measured[path.name] = {'sha256': sha256, **measure_checkpoint(path, windows)}
-            if os.access(folder, os.W_OK):  # runs may be kept where nobody may write
-                save(kept, f'{folder}/{STATISTICS}')
-        except (Exception, SystemExit) as error:  # of many kinds: another model, damaged data
-            notes.append(f'{path} is without statistics: {error} ({type(error).__name__})')
+                notes.append(f'{file}: its weights alone are measured, as there are no test data')
+            elif path.is_dir() and os.access(path, os.W_OK):  # others' runs may be read-only
+                save(measured, f'{path}/{STATISTICS}')
+        except Exception as error:  # of many kinds: another model, damaged data, a run that goes on
+            notes.append(f'{file} is not measured: {error} ({type(error).__name__})')
     return measured, notes
 
 
@@ -225,29 +203,28 @@ RESULTS = '''
     test_tokens data_fingerprint dtype logits_dtype final_gain init_from init_loss test_loss
     model_step mu_norm mean_share logit_mean logit_mean_spread logit_std
     logit_absmax logit_max cos_mu_h r_emb r_cos r_log r_emb_below_1 r_cos_below_1 r_log_below_1_too
-    bf16_cost bf16_estimate train_seconds tokens_per_second device processes commit'''.split()
+    bf16_cost train_seconds tokens_per_second device processes commit'''.split()
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # others may be absent: unknown
-ADDED = ['variant', 'setting', 'capped_loss']  # the columns that `complete` adds
+ADDED = ['status', 'setting', 'variant', 'capped_loss']  # not in results.csv
 FLAGS = vars(train.parser.parse_args([]))  # {flag, which a fork may add: its default}
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's, not the machine's
 
-# Runs of one size and tying share these, or their losses could not be compared.
+# Runs of one size and tying share these, or they are not compared.
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
-# A run's name tells each flag in which runs differ, except these; so also a flag that a fork adds.
-NOT_IN_NAMES = {
-    *COMPARABLE, *train.MAY_CHANGE,
-    'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',  # have columns of their own
-    'log_every', 'eval_every', 'eval_tokens'}  # change only what is logged
+# A run's name tells each flag in which runs differ, also one that a fork adds, but not these, of
+# which some have columns of their own, and others change no number.
+NOT_IN_NAMES = {*COMPARABLE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',
+                *train.MAY_CHANGE, 'log_every', 'eval_every', 'eval_tokens'}
 IN_NAMES = [flag for flag in FLAGS if flag not in NOT_IN_NAMES]
 KNOWN = {*RESULTS, *FLAGS, *ADDED}  # any other column is a fork's own, for the table of runs
 
 
 def as_text(value):
     """A setting as names have it; '' if it is unknown or None."""
-    if isinstance(value, str):
-        return value
-    if pd.isna(value):
+    if value is None or value != value:  # NaN
         return ''
+    if isinstance(value, str | list):
+        return str(value)
     return f'{value:.12g}'
 
 
@@ -269,8 +246,8 @@ def flags_of(runs):
 
 def name_runs(runs):
     """
-    Adds each run's name, `variant`: its method, its λ if that is not the default, and `setting`,
-    the flags in which runs differ and that are not at their defaults.
+    Adds each run's name, `variant`: its method, its λ if that is not the default, `setting`, the
+    flags in which runs differ and that are not at their defaults, and its status.
     """
     setting = pd.Series('', runs.index, dtype=str)
     for flag, values in flags_of(runs).items():
@@ -284,25 +261,9 @@ def name_runs(runs):
         if not math.isnan(run.lam) and run.lam != METHODS.get(run.method):
             name += f' λ={run.lam:g}'
         names.append(name)
-    variant = pd.Series(names, runs.index, dtype=str) + setting
+    status = (', ' + runs.status).where(runs.status != '', '')
+    variant = pd.Series(names, runs.index, dtype=str) + setting + status
     return runs.assign(setting=setting, variant=variant)
-
-
-def refuse(wrong, message):
-    """If there are runs `wrong`, ends the program with one line that names the first of them."""
-    for run in wrong.run:
-        check(False, f'{run}: {message}')
-
-
-def check_comparable(runs):
-    """Refuses runs that cannot be compared with those of their size and tying, and doubles."""
-    for name in COMPARABLE:
-        known = runs.dropna(subset=name)
-        first = known.groupby(['size', 'weight_tying'])[name].transform('first')
-        refuse(known[known[name] != first],
-               f'its {name} differs from that of other runs of its size; analyse them apart')
-    doubles = runs.duplicated(['variant', *PLACE, 'seed'])
-    refuse(runs[doubles], 'another run has the same name, size, weight_tying, lr and seed')
 
 
 def sort_runs(runs):
@@ -316,15 +277,10 @@ def sort_runs(runs):
 
 
 def complete(runs):
-    """Rows of settings and results -> named runs in order, with all of RESULTS, or a refusal."""
-    if 'run' not in runs:
-        names = [f'line {i}' for i in range(2, len(runs) + 2)]  # of a csv file
-        runs = runs.assign(run=names)
+    """Rows of settings and results -> named runs in order, with all of RESULTS."""
     own_columns = [name for name in runs if name not in RESULTS]
     runs = runs.reindex(columns=RESULTS + own_columns)
     runs = runs.replace([math.inf, -math.inf], math.nan)
-    for name in ('method', 'size', 'weight_tying', 'lr'):
-        refuse(runs[runs[name].isna()], f'its {name} is empty')
     runs['weight_tying'] = runs.weight_tying.astype(int)
     runs['seed'] = runs.seed.fillna(FLAGS['seed'])
     runs['lam'] = runs.lam.fillna(runs.method.map(METHODS)).astype(float)
@@ -334,9 +290,7 @@ def complete(runs):
     test_loss = runs.test_loss.fillna(math.inf)
     runs['capped_loss'] = np.minimum(test_loss, runs.init_loss.fillna(math.inf))
 
-    runs = name_runs(runs)
-    check_comparable(runs)
-    return sort_runs(runs)
+    return sort_runs(name_runs(runs))
 
 
 # -------- csv files
@@ -362,7 +316,11 @@ def read_runs(path):
     check(len(runs), f'{path}: has no runs')
     for name in ('weight_tying', 'lr', 'test_loss'):
         check(runs[name].dtype.kind in 'bif', f'{path}: {name} should have numbers only')
-    return complete(runs)
+    for name in ('method', 'size', 'weight_tying', 'lr'):
+        check(runs[name].notna().all(), f'{path}: a {name} is empty')
+    if 'run' not in runs:
+        runs['run'] = [f'line {i}' for i in range(2, len(runs) + 2)]
+    return complete(runs.assign(status=''))
 
 
 def read_side_table(results, name, runs):
@@ -375,104 +333,120 @@ def read_side_table(results, name, runs):
 
 
 # -------- a sweep's folders
-def find_runs(folders):
-    """The folders with a config.json in `folders`, sorted, each once, through links too."""
+def find_runs(paths):
+    """The .pt files in `paths`, and folders with a config.json: sorted, each once, through links too."""
     found = {}
-    for top in folders:
-        paths = glob.glob(f'{glob.escape(top)}/**/config.json', recursive=True)
-        for path in sorted(paths, key=len):  # of several links to a run, the shortest path
-            folder = Path(path).parent
+    for top in paths:
+        if top.endswith('.pt'):
+            found[Path(top).resolve()] = Path(top)
+        configs = glob.glob(f'{glob.escape(top)}/**/config.json', recursive=True)
+        for config in sorted(configs, key=len):  # of several links to a run, the shortest path
+            folder = Path(config).parent
             found.setdefault(folder.resolve(), folder)
     return sorted(found.values())
 
 
-def read_run(folder):
-    """A run's folder -> its settings and results, a dict, and its log, a list of records."""
-    settings = read_json(folder / 'config.json')
-    results = read_json(folder / 'result.json')
-    row = {**settings, **results, 'run': str(folder), 'finished': bool(results)}
-    row['device'] = settings['device_name']
+def read_run(path):
+    """
+    A run's folder, or a .pt file -> its settings and results, a dict with the `status` of a run that
+    has not ended, and its log, a list of records.
+    """
+    if path.suffix == '.pt':
+        settings = train.read_checkpoint(str(path))['config']
+        return {**settings, 'run': str(path), 'status': path.name}, []
+
+    settings = read_json(path / 'config.json')
+    results = read_json(path / 'result.json')
+    status = '' if results else 'not finished'
 
     # at most some 1,000 records of the log, which are enough for a plot, and all of evaluations
-    lines = (folder / 'log.jsonl').read_text().splitlines()
+    lines = (path / 'log.jsonl').read_text().splitlines()
     stride = math.ceil(len(lines) / 1000)
     log = []
     for i, line in enumerate(lines):
         record = json.loads(line)
         if i % stride == 0 or 'loss' not in record:
             log.append(record)
-    return row, log
-
-
-def read_folders(folders):
-    """Folders -> the finished runs; the others; the curves of all; notes on what is missing."""
-    rows = []
-    curves = []
-    notes = []
-    for folder in find_runs(folders):
-        try:
-            row, log = read_run(folder)
-        except Exception as error:  # of many kinds: a file is damaged, or a run has just begun
-            notes.append(f'left out: {folder}: {error} ({type(error).__name__})')
-            continue
-        if not row['finished']:
-            notes.append(f'not finished: {folder}')
-        rows.append(row)
-        curves.append(pd.DataFrame(log).assign(run=str(folder)))
-    why = '; '.join(notes[:3])
-    check(rows, f'{folders[0]}: no run {why}')
-
-    # None -> NaN, so that columns of numbers are floats
-    runs = pd.DataFrame(rows).fillna(math.nan).infer_objects()
-    columns = [name for name in runs if name in {*RESULTS, *IN_NAMES}]
-    finished = complete(runs.loc[runs.finished, columns])
-    others = runs[~runs.finished]
-    names = [f'{Path(run).name}, not finished' for run in others.run]
-    others = others.assign(variant=names, weight_tying=others.weight_tying.astype(int))
-    return finished, others, pd.concat(curves), notes
+    return {**settings, **results, 'run': str(path), 'status': status}, log
 
 
 OF_CHECKPOINT = ['run', 'method', 'variant', 'size', 'weight_tying', 'lr', 'seed']  # whose it is
 
 
-def measure_sweep(finished, others):
+def read_sweep(paths):
     """
-    Measures all checkpoints of runs -> the finished runs with the statistics of their model.pt;
-    rows of distributions.csv and of checkpoints.csv; notes on what cannot be measured or differs.
+    Reads and measures the runs in folders, and .pt files -> runs, with the statistics of their
+    model.pt or, before there is one, of their last checkpoint; rows of curves.csv, distributions.csv
+    and checkpoints.csv; notes on what is missing.
     """
-    runs = pd.concat([finished, others])
-    statistics = []
+    rows = []
+    curves = []
     distributions = []
-    checkpoints = []
+    measured = {}
     notes = []
-    for i, run in enumerate(runs[OF_CHECKPOINT].to_dict('records'), 1):
-        print(f'[{i}/{len(runs)}] {run["run"]}', flush=True)
-        measured, failures = measure_run(Path(run['run']))
+    found = find_runs(paths)
+    for i, path in enumerate(found, 1):
+        print(f'[{i}/{len(found)}] {path}', flush=True)
+        try:
+            run, log = read_run(path)
+        except Exception as error:  # of many kinds: a file is damaged, or a run has just begun
+            notes.append(f'{path} is left out: {error} ({type(error).__name__})')
+            continue
+        curves.append(pd.DataFrame(log).assign(run=run['run']))
+        files, failures = measure_run(run)
+        measured[run['run']] = files
         notes += failures
-        for file in sorted(measured, key=lambda file: measured[file]['step']):
-            step = measured[file]['step']
-            numbers = measured[file]['numbers']
+
+        last = files.get('model.pt')
+        if run['status'] and files:
+            last = max(files.values(), key=lambda file: file['step'])
+        numbers = {}
+        if last:
+            numbers = {'model_step': last['step'], **last['numbers']}
+            for name, values in last['distributions'].items():
+                distributions.append({'run': run['run'], 'quantity': name, **values})
+
+        # a sample of the test text differs by less
+        loss = numbers.pop('cross_entropy', math.nan)
+        if abs(loss / (run.get('test_loss') or math.nan) - 1) > 0.05:
+            notes.append(f'{path}: measured on its --data, its loss is {loss:.4f}, which is not the '
+                         f'test loss of the training, {run["test_loss"]:.4f}')
+        settings = {name: run.get(name) for name in [*RESULTS, *IN_NAMES, 'status']}
+        rows.append({**settings, 'device': run['device_name'], **numbers})
+    check(rows, f'{paths[0]}: no run {"; ".join(notes[:3])}')
+
+    # None -> NaN, so that columns of numbers are floats
+    runs = complete(pd.DataFrame(rows).fillna(math.nan).infer_objects())
+    checkpoints = []
+    for run in runs[OF_CHECKPOINT].to_dict('records'):
+        files = measured[run['run']]
+        for file in sorted(files, key=lambda file: files[file]['step']):
+            step, numbers = files[file]['step'], files[file]['numbers']
             checkpoints.append({**run, 'file': file, 'step': step, **numbers})
-
-        model = measured.get('model.pt', {'numbers': {}, 'distributions': {}})
-        statistics.append(model['numbers'])
-        for name, values in model['distributions'].items():
-            distributions.append({'run': run['run'], 'quantity': name, **values})
-    statistics = pd.DataFrame(statistics[:len(finished)], finished.index)
-
-    # a test loss over the same positions should be the same; rounding differs by less
-    ratio = statistics.get('cross_entropy', math.nan) / finished.test_loss
-    differs = ((ratio - 1).abs() > 1e-3) & (finished.test_tokens <= POSITIONS)
-    for run in finished.run[differs]:
-        notes.append(f'{run}: the cross entropy of model.pt is not the test loss of training')
-
-    # a fork's loss may be another than the cross entropy
-    statistics = statistics.drop(columns=['loss', 'cross_entropy'], errors='ignore')
-    checkpoints = pd.DataFrame(checkpoints).drop(columns='loss', errors='ignore')
-    return finished.assign(**statistics), pd.DataFrame(distributions), checkpoints, notes
+    return runs, pd.concat(curves), pd.DataFrame(distributions), pd.DataFrame(checkpoints), notes
 
 
 # -------- which runs are compared, and how they are marked
+def comparable(runs):
+    """
+    The runs that are compared: those that have ended, of each size and tying as many as are alike in
+    COMPARABLE, each once. And [a note on the others].
+    """
+    ended = runs[runs.status == '']
+    alike = []
+    for _, rows in ended.groupby(['size', 'weight_tying']):
+        sets = [part.index for _, part in rows.groupby(COMPARABLE, dropna=False, sort=False)]
+        alike += [*max(sets, key=len)]  # of several, the first
+    compared = ended.loc[sorted(alike)]
+    compared = compared[~compared.duplicated(['variant', *PLACE, 'seed'])]
+    others = ended.drop(compared.index).run
+    if others.empty:
+        return compared, []
+    return compared, [f'Not compared, as their {", ".join(COMPARABLE)} are not those of most runs of '
+                      f'their size and tying, or another run has their name, size, tying, learning '
+                      f'rate and seed: {", ".join(others)}']
+
+
 def of_default_lam(runs):
     """The runs that methods are compared by: of the default λ, or of all if none has it."""
     is_default = runs.lam.isna() | (runs.lam == runs.method.map(METHODS))
@@ -645,7 +619,8 @@ def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
 
 # -------- what a method costs in time
 PAPER_OVERHEAD = pd.read_csv(TOOLS / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])
-TIMED = ['size', 'weight_tying', 'setting', 'device', 'processes']  # where times are compared
+TIMED = ['size', 'weight_tying', 'device', 'processes']  # times are compared where these are the same
+MIN_SECONDS = 600  # shorter runs differ by more than the methods do
 SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
 
 
@@ -653,31 +628,52 @@ def overhead(runs):
     """
     How much longer a method trains than the baseline where all of TIMED is the same (Table 6), a
     row each: `added` and the paper's, NaN if it has none, are 0.01 for 1% more. Times are means
-    over learning rates, seeds and λ. Left out are methods of one run, and of unsteady times.
+    over learning rates, seeds and λ, of runs without a `setting`. Left out are short runs, methods
+    of one run, and of unsteady times.
     """
-    timed = runs[(runs.train_seconds > 0) & runs.test_loss.notna()]
-    device = timed.device.map(as_text)  # '' if it is unknown
-    timed = timed.assign(device=device, processes=timed.processes.map(as_text))
-    rows = []
-    for values, part in timed.groupby(TIMED, sort=False):
-        place = dict(zip(TIMED, values, strict=True))
-        seconds = part.groupby('method', sort=False).train_seconds
-        is_steady = seconds.max() < SAME_SPEED * seconds.min()
-        means = seconds.mean()[is_steady & (seconds.count() > 1)]
-        baseline = means.get('baseline', math.nan)
-        for method, mean in means.drop('baseline', errors='ignore').items():
-            name = report.NAMES.get(method, method)
-            cell = (TYING[place['weight_tying']], place['size'], name)
-            paper = PAPER_OVERHEAD.percent.get(cell, math.nan) / 100
-            rows.append({**place, 'variant': name, 'added': mean / baseline - 1, 'paper': paper})
-    return pd.DataFrame(rows, columns=[*TIMED, 'variant', 'added', 'paper']).dropna(subset='added')
+    is_timed = (runs.train_seconds > MIN_SECONDS) & runs.test_loss.notna() & (runs.setting == '')
+    timed = runs[is_timed]
+    timed = timed.assign(device=timed.device.map(as_text), processes=timed.processes.map(as_text))
+    seconds = timed.groupby([*TIMED, 'method'], sort=False).train_seconds
+    is_steady = (seconds.count() > 1) & (seconds.max() < SAME_SPEED * seconds.min())
+    means = seconds.mean()[is_steady].reset_index()
+
+    baseline = means[means.method == 'baseline'].drop(columns='method')
+    rows = means[means.method != 'baseline'].merge(baseline, on=TIMED, suffixes=('', '_of_baseline'))
+    rows['added'] = rows.train_seconds / rows.train_seconds_of_baseline - 1
+    rows['variant'] = rows.method.replace(report.NAMES)
+    cells = zip(rows.weight_tying.map(TYING), rows['size'], rows.variant, strict=True)
+    rows['paper'] = [PAPER_OVERHEAD.percent.get(cell, math.nan) / 100 for cell in cells]
+    return rows
+
+
+# -------- the authors' runs
+AUTHORS = Path(__file__).parent / 'results/authors/results.csv'
+OF_THEIRS = {'batch_size': 64, 'block_size': 2048, 'vocab_size': 50304}  # not in their csv
+SAME_RUN = ['size', 'weight_tying', 'method', 'lam', 'lr', 'steps', *OF_THEIRS]
+BESIDE_THEIRS = ['test_loss', 'mu_norm', 'logit_mean']
+
+
+def beside_the_authors(runs):
+    """
+    Those of the runs that the paper's authors have too, where all other flags are at their
+    defaults. Theirs are `test_loss_of_theirs` and so on, for each of BESIDE_THEIRS.
+    """
+    if not AUTHORS.exists():
+        return runs[:0]
+    theirs = read_runs(AUTHORS).assign(**OF_THEIRS)
+    # with soft-capping theirs are of the logits before the cap, ours of those after it
+    theirs.loc[theirs.method == 'soft_capping', 'logit_mean'] = math.nan
+    is_default = (flags_of(runs) == '').all(axis=1)
+    return runs[is_default].merge(theirs[[*SAME_RUN, *BESIDE_THEIRS]], on=SAME_RUN,
+                                  suffixes=('', '_of_theirs'))
 
 
 # -------- what is said of the runs
 def what_was_run(runs):
     """A paragraph on the settings of runs."""
-    n_nan = runs.test_loss.isna().sum()
-    parts = [f'Runs: {len(runs)}, {n_nan} of them without a finite test loss.']
+    diverged = runs[(runs.status == '') & runs.test_loss.isna()]
+    parts = [f'Runs: {len(runs)}, {len(diverged)} of which ended without a finite test loss.']
     for name in ('size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'device'):
         values = runs[name].dropna().unique()
         if len(values):
@@ -694,42 +690,39 @@ def make_headlines(runs, lrs):
     lines = []
     for (tying, size), rows in runs.groupby(['weight_tying', 'size'], sort=False):
         losses = losses_by_seed(rows, ['variant', 'lr'])
-        if len(losses):
-            means = losses.mean()
+        means = losses.mean()
+        if losses.empty:
+            line = 'test losses are not compared, as no seed has all runs'
+        elif means.min() == math.inf:
+            line = 'no test loss is finite'
+        else:
             variant, lr = means.idxmin()
             line = f'the lowest test loss is {means.min():.4f}, of {variant} at η = {lr:g}'
             line += f' (seed {listed(losses.index)})'
-        else:
-            line = 'test losses are not compared, as no seed has all runs'
 
         best = lrs[lrs.lowest.astype(bool)]
         best = best[(best['size'] == size) & (best.weight_tying == tying)]
         if len(best):
             names = ' and '.join(best.variant)
             line += f'; the lowest LRS is {best.lrs_n1.min():.3f}, of {names}'
+            if best.seeds.max() == 1:
+                line += ' (one seed)'
         lines.append(f'{size}, {TYING[tying]}: {line}.')
     return lines
 
 
 def notes_on_largest_mean(runs):
-    """
-    [a note on the run of the largest mean logit, and what BF16 logits cost there], or []. Not of
-    runs with fp32 logits, a cap or norm_softmax, which change the logits after they are rounded.
-    """
-    is_rounded = (runs.logits_dtype != 'float32') & ~(runs.cap > 0)
-    is_rounded &= ~runs.method.isin(['soft_capping', 'norm_softmax'])
-    means = runs.logit_mean[is_rounded].dropna()
+    """[a note on the run of the largest mean logit, and on what BF16 logits cost there], or []."""
+    means = runs.logit_mean.dropna()
     if means.empty:
         return []
     run = runs.loc[means.abs().idxmax()]
-    where = f'{run["size"]}, {TYING[run.weight_tying]}, at η = {run.lr:g}'
-    verb = 'cost'
-    cost = run.bf16_cost
-    if math.isnan(cost):
-        verb = 'should cost, by an estimate,'
-        cost = estimate_bf16_cost(run.logit_mean, np.nan_to_num(run.logit_mean_spread))
-    return [f'Largest mean logit: {run.logit_mean:.1f}, of {run.variant}, {where}. '
-            f'BF16 logits {verb} {round(cost, 2) + 0.0:.2f} nats there.']  # never -0.00
+    note = (f'The largest mean logit is {run.logit_mean:.1f}, of {run.variant}, {run["size"]}, '
+            f'{TYING[run.weight_tying]}, at η = {run.lr:g}.')
+    if not math.isnan(run.bf16_cost):
+        cost = round(run.bf16_cost, 2) + 0.0  # never -0.00
+        note += f' With BF16 logits its loss is {cost:.2f} nats above that with fp32 logits.'
+    return [note]
 
 
 # -------- the program
@@ -737,7 +730,8 @@ parser = argparse.ArgumentParser(
     usage='%(prog)s [RUNS ...] [--flag=value ...]', description=__doc__, allow_abbrev=False,
     formatter_class=argparse.RawDescriptionHelpFormatter)
 add = parser.add_argument
-add('runs', nargs='*', type=os.path.expanduser, help='folders of runs or sweeps: out/demo')
+add('runs', nargs='*', type=os.path.expanduser,
+    help='folders of runs or sweeps, as out/demo, or .pt files of runs')
 add('--results', type=os.path.expanduser, metavar='FILE.csv', help='a csv of runs instead')
 add('--out', type=os.path.expanduser, help='folder to write to (default: results/NAME)')
 
@@ -745,7 +739,10 @@ add('--out', type=os.path.expanduser, help='folder to write to (default: results
 def default_out(args):
     """results/NAME, with NAME of the folders or of the csv file; of DIR/results.csv it is DIR."""
     inputs = args.runs or [args.results.removesuffix('.csv').removesuffix('/results')]
-    names = [Path(name).resolve().name for name in inputs]
+    names = []
+    for name in inputs:
+        path = Path(name).resolve()
+        names.append(f'{path.parent.name}-{path.stem}' if path.suffix == '.pt' else path.name)
     return f'results/{"+".join(names)}'
 
 
@@ -755,30 +752,32 @@ def main(argv=None):
     check(bool(args.runs) != bool(args.results), 'give run folders, or --results')
     out = Path(args.out or default_out(args))
 
-    # reads and refuses first, before anything is measured or written
     if args.runs:
-        finished, others, curves, notes = read_folders(args.runs)
-        runs, distributions, checkpoints, failures = measure_sweep(finished, others)
-        notes += failures
-        write_csv(out / 'results.csv', runs.drop(columns=ADDED))
-        # without runs that have no row there; 7 digits are enough for a plot
-        write_csv(out / 'curves.csv', curves[curves.run.isin(runs.run)], '%.7g')
-        write_csv(out / 'distributions.csv', distributions)
+        runs, curves, distributions, checkpoints, notes = read_sweep(args.runs)
+        ended = runs[runs.status == '']
+        write_csv(out / 'results.csv', ended.drop(columns=ADDED))
+        # rows of these runs alone; 7 digits are enough for a plot
+        write_csv(out / 'curves.csv', curves[curves.run.isin(ended.run)], '%.7g')
+        write_csv(out / 'distributions.csv', distributions[distributions.run.isin(ended.run)])
         write_csv(out / 'checkpoints.csv', checkpoints)
     else:
         runs = read_runs(args.results)
-        others = runs[:0]  # an analysis has no runs that have not ended
         notes = []
         curves = read_side_table(args.results, 'curves', runs)
         distributions = read_side_table(args.results, 'distributions', runs)
         checkpoints = read_side_table(args.results, 'checkpoints', runs)
 
+    # what is compared
     own_columns = [name for name in runs if name not in KNOWN]
-    all_runs = report.with_looks(pd.concat([runs, others], ignore_index=True))
-    runs = all_runs[:len(runs)]
+    compared, not_compared = comparable(runs)
+    is_left = (runs.status == '') & ~runs.index.isin(compared.index)
+    runs.loc[is_left, 'variant'] += ', not compared'
+    runs = report.with_looks(runs)
+    compared = runs.loc[compared.index]
+    runs = runs.assign(behind=with_marks(compared).behind)
 
-    of_methods = of_default_lam(runs)
-    of_lam = of_several_lam(runs)
+    of_methods = of_default_lam(compared)
+    of_lam = of_several_lam(compared)
     lrs_methods, left_out = learning_rate_sensitivity(of_methods)
     lrs_lam, also_left_out = learning_rate_sensitivity(of_lam, ROW_OF_LAM)
     lrs = pd.concat([lrs_methods.assign(table='methods'), lrs_lam.assign(table='λ')])
@@ -789,20 +788,23 @@ def main(argv=None):
     lrs_figure, _ = learning_rate_sensitivity(of_lam)  # Figure 8 compares all λ of all methods
 
     # in the order of the page
-    items = []
-    for tying in sorted({*runs.weight_tying}):
+    items = report.authors_tables(beside_the_authors(compared))
+    for tying in sorted({*compared.weight_tying}):
         items += report.methods_items(of_methods, lrs_methods, tying)
         items += report.lam_items(of_lam, lrs_lam, lrs_figure, tying)
-    for tying in sorted({*runs.weight_tying}):
+    for tying in sorted({*compared.weight_tying}):
         items += report.distribution_figures(of_methods, distributions, tying)
-    items += report.overhead_tables(overhead(runs))
-    items += report.seed_tables(runs)
-    items += report.curve_figures(all_runs, curves)
-    items += report.checkpoint_figures(all_runs, checkpoints)
-    items.append(report.run_table(with_marks(runs), own_columns))
+    items += report.overhead_tables(overhead(compared))
+    items += report.seed_tables(compared)
+    items += report.curve_figures(runs, curves)
+    items += report.checkpoint_figures(runs, checkpoints)
+    items.append(report.run_table(runs, own_columns))
 
-    headlines = make_headlines(runs, lrs_methods)
-    notes = [*notes_on_largest_mean(runs), *left_out, *also_left_out, *notes]
+    headlines = make_headlines(compared, lrs_methods)
+    notes = [*notes_on_largest_mean(runs), *left_out, *also_left_out, *not_compared, *notes]
+    unfinished = runs[runs.status == 'not finished'].run
+    if len(unfinished):
+        notes.append(f'Not finished: {", ".join(unfinished)}')
     report.write(out, what_was_run(runs), headlines, notes, items)
 
 

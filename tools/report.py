@@ -68,28 +68,36 @@ FORMATS = {  # of columns of results.csv
     'variant': '{}', 'size': '{}', 'weight_tying': '{:g}', 'lr': '{:g}', 'seed': '{:.0f}',
     'test_loss': '{:.4f}', 'behind': '{:g}', 'model_step': '{:.0f}',
     'mu_norm': '{:.4g}', 'mean_share': '{:.3f}', 'logit_mean': '{:.4g}',
-    'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}', 'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}',
-    'r_cos': '{:.3f}', 'r_log': '{:.3f}', 'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}',
-    'r_log_below_1_too': '{:.1%}', 'bf16_cost': '{:.4f}', 'bf16_estimate': '{:.4f}'}
+    'logit_std': '{:.4g}', 'logit_absmax': '{:.4g}', 'logit_max': '{:.4g}',
+    'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
+    'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}',
+    'bf16_cost': '{:.4f}'}
+SHORT = '''variant size weight_tying lr seed test_loss mu_norm logit_mean logit_std logit_absmax r_emb
+           r_cos r_log'''.split()  # of these, what is printed
 OF_RUNS = '''behind: 1 if not finite, or if the mean test loss is over 1% above the lowest of all
     variants of this table with the same size, tying and learning rate, over the seeds that all of
     them have; empty: alone there, or no seed is common to all. model_step: the step of the model
-    that was measured. mean_share: V‖μ‖² / ‖E‖², 1 if all e_i are equal.
-    r_log_below_1_too: of the positions with r_cos < 1, the share with r_log < 1. bf16_cost: test
-    loss with BF16 logits minus that with fp32 logits of the same weights, in nats. bf16_estimate:
-    an estimate of it from the mean logit and its spread (results/mean_logit).'''
+    that was measured.
+    mean_share: V‖μ‖² / ‖E‖², 1 if all e_i are equal. logit_absmax: the largest |logit| of a
+    position, a mean; logit_max: that of all. r_log_below_1_too: of the positions with r_cos < 1,
+    the share with r_log < 1. bf16_cost: test loss with BF16 logits minus that with fp32 logits of
+    the same weights, in nats.'''
+OF_THEIRS = '''The runs of this sweep that the paper's authors have too: size, tying, method, λ,
+    learning rate and steps (100,000 of 64 x 2,048 tokens) are the same. Theirs are of one seed and
+    of other samples of the test text (results/authors). Their weight decay may not be Eq. 2, and
+    with soft-capping their mean logit is that before the cap, which is not compared.'''
 OF_LRS = '''Lower is better. In nats: how far the test losses at n learning rates lie above the
     lowest of them, where a loss that is not finite, or above the one at initialisation, counts as
     that one; their sum / (n - 1), as in the paper's tables, or their mean, as in Eq. 21. Over
-    several seeds: means [lowest, highest]. The cells of a line are over the same learning rates
-    and seeds. Bold: the lowest, if no other has a seed as low as its highest. Underlined: within
-    1% of the lowest test loss of the line's variants at every learning rate. -: no such runs,
-    nothing learned, or not in the paper, whose runs had one seed and 100,000 steps of 64 x 2,048
-    tokens.'''
+    several seeds: means [lowest, highest]. The cells of a line are over the same n learning rates
+    and the same seeds. Bold: the lowest, if no other has a seed as low as its highest; of one seed
+    it may be chance. Underlined: within 1% of the lowest test loss of the line's variants at every
+    learning rate. -: no such runs, nothing learned, or not in the paper, whose runs had one seed
+    and 100,000 steps of 64 x 2,048 tokens.'''
 OF_OVERHEAD = '''A method's training time above the baseline's of the same size, device and
-    processes: means over learning rates, seeds and λ. Left out: a method of one run, or whose
-    times differ by 10% or more. The paper's: on four A100. `python -m tools.bench` compares
-    methods side by side. (Table 6)'''
+    processes: means over learning rates, seeds and λ. Left out: runs of less than ten minutes, a
+    method of one run, or whose times differ by 10% or more. The paper's: on four A100.
+    `python -m tools.bench` compares methods side by side. (Table 6)'''
 OF_SEEDS = '''In nats, means over the seeds that both have [lowest, highest]; -: fewer than two
     such seeds. Below 0, the method is better. A loss above the one at initialisation counts as
     that one.'''
@@ -129,14 +137,14 @@ def lrs_cell(row):
 def lrs_table(lrs, column, title):
     """Table 2, 5 or 4: lines for each size, a column for each value of `column` of lrs.csv."""
     cells = {}
-    for (size, n), of_size in lrs.groupby(['size', 'n_rates'], sort=False):
+    for line, of_size in lrs.groupby(['size', 'n_rates', 'seeds'], sort=False):
         for row in of_size.itertuples():
-            cells[size, n, 'sum / (n - 1)', getattr(row, column)] = lrs_cell(row)
+            cells[*line, 'sum / (n - 1)', getattr(row, column)] = lrs_cell(row)
         for row in of_size.dropna(subset='paper').itertuples():
-            cells[size, n, "the paper's", getattr(row, column)] = f'{row.paper:.3f}'
+            cells[*line, "the paper's", getattr(row, column)] = f'{row.paper:.3f}'
         for row in of_size.dropna(subset='lrs').itertuples():
-            cells[size, n, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}'
-    return table(title, grid(cells, 'size', 'n', 'LRS'), OF_LRS)
+            cells[*line, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}'
+    return table(title, grid(cells, 'size', 'n', 'seeds', 'LRS'), OF_LRS)
 
 
 def overhead_tables(overheads):
@@ -146,11 +154,10 @@ def overhead_tables(overheads):
         cells = {}
         for size, of_size in of_tying.groupby('size', sort=False):
             for row in of_size.itertuples():
-                where = (size, row.device, row.processes, row.setting.removeprefix(', '))
-                cells[*where, row.variant] = f'{row.added:.1%}'
+                cells[size, row.device, row.processes, row.variant] = f'{row.added:.1%}'
             for row in of_size.dropna(subset='paper').itertuples():
-                cells[size, "the paper's", '', '', row.variant] = f'{row.paper:.1%}'
-        rows = grid(cells, 'size', 'device', 'processes', 'setting')
+                cells[size, "the paper's", '', row.variant] = f'{row.paper:.1%}'
+        rows = grid(cells, 'size', 'device', 'processes')
         tables.append(table(f'Additional training time ΔT, {TYING[tying]}', rows, OF_OVERHEAD))
     return tables
 
@@ -172,6 +179,27 @@ def seed_tables(runs):
     return [table(title, grid(cells, 'size', 'tying', 'η'), OF_SEEDS)]
 
 
+def authors_tables(runs):
+    """Rows of analyze.beside_the_authors -> a table with three lines for each run."""
+    lines = []
+    for run in runs.to_dict('records'):
+        where = {'size': run['size'], 'tying': TYING[run['weight_tying']], 'variant': run['variant'],
+                 'η': f'{run["lr"]:g}', 'seed': f'{run["seed"]:.0f}'}
+        for name, of in {'test_loss': 'test loss', 'mu_norm': '‖μ‖', 'logit_mean': 'mean logit'}.items():
+            theirs = run[f'{name}_of_theirs']
+            if math.isnan(theirs):
+                continue
+            text = FORMATS[name]
+            difference = run[name] - theirs
+            lines.append({**where, 'of': of, 'here': text.format(run[name]),
+                          "the authors'": text.format(theirs),
+                          'difference': text.replace(':', ':+').format(difference)})
+    if not lines:
+        return []
+    rows = pd.DataFrame(lines).replace({'nan': '-', '+nan': '-'})
+    return [table("Beside the authors' runs", rows, OF_THEIRS)]
+
+
 def run_table(runs, own_columns):
     """A row for each run, a column for each of FORMATS that is known, and a fork's own."""
     cells = {}
@@ -185,9 +213,9 @@ def run_table(runs, own_columns):
 # -------- figures
 FILLED = '''Points: means over seeds; bars: lowest to highest. A loss above the one at
     initialisation is drawn as that one; a line that leaves the panel goes to a run that learned
-    nothing. Filled: what the paper calls diverged, that is, not finite, or over 1% above the
-    lowest of the variants here with the same size and learning rate, over the seeds that all of
-    them have. Grey: alone there, or no seed is common to all.'''
+    nothing. Filled: diverged, as the paper has it: not finite, or over 1% above the lowest of the
+    variants here with the same size and learning rate, over the seeds that all of them have. Grey:
+    alone there, or no seed is common to all.'''
 BOXES = '''A row for each size. r_emb is over the vocabulary, the others are over test positions.
     Grey: quartiles; black: median and extrema. Over several seeds, quartiles and median are means,
     extrema the outermost. Red: the share that fulfils the condition on the right. Filled: as in
@@ -217,7 +245,9 @@ CAPTIONS = {
         (Figure 5)''',
     'ablation': f'''Top: test loss against learning rate. Bottom: LRS, the sum / (n - 1), against
         size. All panels are compared with each other. {FILLED} (Figure 8)''',
-    'r_emb': f'{BOXES} (Figure 11)',
+    'r_emb': f'''{BOXES} The paper's condition is cos(μ, h) ≠ 0, which any number fulfils. Here it
+        is to have the commoner sign: about 50% of the positions do if h ignores μ, and 100% if all
+        h lean to one side. (Figure 11)''',
     'r_cos': f'{BOXES} (Figure 12)',
     'training': 'As logged, at most 1,000 lines of a log. Points: val losses.',
     'checkpoints': '''On the test text: checkpoints that --keep_every kept, the last of a run that
@@ -434,9 +464,9 @@ def lam_items(runs, lrs, lrs_figure, tying):
 
 
 # -------- figures of distributions
-CONDITIONS = {  # of a quantity: the threshold, the column with the share beyond it, its label
+CONDITIONS = {  # of a quantity: the threshold, the column with the share, its label
     'r_emb': (1, 'below_1', r'% $r_{\rm emb} < 1$'),
-    'cos_mu_h': (0, 'above_0', r'% $\cos(\mu, h) > 0$'),
+    'cos_mu_h': (0, 'of_one_sign', r'% $\cos(\mu, h)$ of one sign'),
     'r_cos': (1, 'below_1', r'% $r_{\rm cos} < 1$'),
     'r_log': (1, 'below_1', r'% $r_{\rm log} < 1$')}
 
@@ -477,6 +507,7 @@ def distribution_figures(runs, distributions, tying):
     if distributions.empty or baseline.lr.nunique() < 2:
         return []
     rows = baseline[['run', 'size', 'lr', 'behind']].merge(distributions, on='run')
+    rows['of_one_sign'] = rows.above_0.where(rows.above_0 > 0.5, 1 - rows.above_0)
     sizes = rows['size'].unique()
     figures = []
     for name, quantities in (('r_emb', ['r_emb', 'cos_mu_h']), ('r_cos', ['r_cos', 'r_log'])):
@@ -553,8 +584,8 @@ HEAD = '''<!doctype html><meta charset="utf-8"><style>
 
 def write(out, summary, headlines, notes, items):
     """
-    Writes figures, tables.md and report.html, which needs no other file, and prints tables and
-    sentences.
+    Writes figures, tables.md and report.html, which needs no other file, and prints the tables, that
+    of all runs in short and first, and the sentences. The last of the items is that table.
     """
     (out / 'figures').mkdir(parents=True, exist_ok=True)
     page = [HEAD, f'<h1>{html.escape(out.resolve().name)}</h1>', f'<p>{html.escape(summary)}</p>']
@@ -569,16 +600,21 @@ def write(out, summary, headlines, notes, items):
             page.append(f'<img src="data:image/png;base64,{image}">')
         else:
             rows = item['rows']
-            page.append(f'<div>{rows.to_html(index=False, escape=False, border=0)}</div>')
+            text = rows.to_html(index=False, border=0)  # a name with < in it is text
+            page += ['<div>', re.sub('&lt;(/?(b|ins))&gt;', r'<\1>', text), '</div>']
             align = ['left'] + ['right'] * (rows.shape[1] - 1)
             text = rows.to_markdown(index=False, disable_numparse=True, colalign=align)
             tables.append(f'### {item["title"]}\n\n{text}\n\n{item["caption"]}\n')
-            if item['title'] != 'All runs':
-                plain = rows.replace('</?(b|ins)>', '', regex=True)
-                print(f'{item["title"]}\n{plain.to_string(index=False)}\n')
         page.append(f'<p>{html.escape(item["caption"])}</p>')
     save('\n'.join(tables).encode(), f'{out}/tables.md')
     save('\n'.join(page).encode(), f'{out}/report.html')
 
-    print(summary, *headlines, *notes, sep='\n')
+    *others, of_runs = items
+    short = [name for name in SHORT if name in of_runs['rows']]
+    print(of_runs['rows'][short].to_string(index=False))
+    for item in others:
+        if 'rows' in item:
+            plain = item['rows'].replace('</?(b|ins)>', '', regex=True)
+            print(f'\n{item["title"]}\n{plain.to_string(index=False)}')
+    print('', summary, *headlines, *notes, sep='\n')
     print(f'wrote {out}; open {out / "report.html"} in a browser')
