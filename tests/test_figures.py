@@ -1,7 +1,6 @@
 """The paper's figures and tables of runs, of a made-up sweep, and checkpoints of small runs, by hand."""
 import base64
 import itertools
-import math
 import re
 import shutil
 from pathlib import Path
@@ -73,7 +72,7 @@ def made_up_distributions(rows):
         if row['method'] == 'baseline':
             values = pd.Series(values_of(row, quantity))
             described.append({'run': row['run'], 'quantity': quantity, **values.describe(),
-                              'below_1': (values < 1).mean(), 'above_0': 1 - row['seed'] / 10})
+                              'below_1': (values < 1).mean(), 'above_0': 1 - row['seed'] / 3})
     return described
 
 
@@ -339,7 +338,7 @@ def test_distributions(complete, drawn):
                 levels.append((np.min(seeds), np.mean([np.median(x) for x in seeds]), np.max(seeds)))
                 share = [100 * np.mean(x < 1) for x in seeds]
                 if quantity == 'cos_mu_h':
-                    share = [90, 80]
+                    share = [200 / 3, 200 / 3]  # above 0 and below 0
                 behind = is_behind('baseline', None, size, lr, DEFAULTS.values())
                 shares[lr, round(np.mean(share), 6)] = '#ff0000' if behind else '#ffffff'
             ax = left[i, j]
@@ -350,7 +349,7 @@ def test_distributions(complete, drawn):
             assert threshold == [0 if quantity == 'cos_mu_h' else 1]
             assert ax.get_title(loc='left') == size and ax.get_ylabel() == report.LABELS[quantity]
             assert points_on(right[i, j]) == shares
-            assert ('> 0' if quantity == 'cos_mu_h' else '< 1') in right[i, j].get_ylabel()
+            assert ('one sign' if quantity == 'cos_mu_h' else '< 1') in right[i, j].get_ylabel()
 
     rows = [row for row in some_runs() if row['size'] == '16M']
     others = [row for row in rows if row['method'] != 'baseline']
@@ -445,12 +444,12 @@ def test_overhead(complete, tmp_path):
         assert cells({'train_seconds': 1, **another}) == ['7.9%', '0.4%']
 
     rows = [row for row in some_runs() if row['lam'] != 100 and row['size'] == '16M']
-    for change, expected in (
-            ({'processes': 4}, [('', ''), ('4', '')]),
-            ({'beta2': 0.9}, [('', ''), ('', 'beta2 0.9')])):  # of both: a line more
+    for change, expected in (({'processes': 4}, ['', '4', '']), ({'beta2': 0.9}, ['', ''])):
         changed = [{**row, **change} if row['seed'] == 2 else row for row in rows]
         table = tables_of(changed, tmp_path)['Additional training time ΔT, untied']
-        assert [(line['processes'], line['setting']) for line in table] == [*expected, ('', '')]
+        assert [line['processes'] for line in table] == expected
+    short = [{**row, 'train_seconds': row['train_seconds'] / 2} for row in rows]
+    assert 'Additional training time ΔT, untied' not in tables_of(short, tmp_path)
     alone = [row for row in rows if row['method'] == 'baseline' or (row['lr'], row['seed']) == (0.3, 1)]
     assert 'Additional training time ΔT, untied' not in tables_of(alone, tmp_path)  # one run of μ-loss
 
@@ -544,7 +543,7 @@ def test_checkpoints(trained, corpus, tmp_path, monkeypatch, capsys):
             assert line.get_ydata() == pytest.approx(rows[column])
     for drawn_of in (name, 'training_tiny_untied_lr0.3'):
         shown = [text.get_text() for text in figures[drawn_of].legends[0].get_texts()]
-        assert shown == ['baseline', 'stopped, not finished']
+        assert shown == ['baseline', 'μ-loss, not finished']
     again = figures_of([f'--results={tmp_path}/out/results.csv', f'--out={tmp_path}/again'])
     assert name in again and len(again[name].axes) == 6
 
@@ -568,7 +567,7 @@ def test_checkpoints(trained, corpus, tmp_path, monkeypatch, capsys):
 
 
 def test_bf16_cost():
-    """At a mean logit of 400, of the same weights with logits of either dtype, and as it is estimated."""
+    """At a mean logit of 400, of the same weights with logits of either dtype."""
     from test_facts import tiny_gpt
     tokens = torch.randint(64, (200, 17), generator=torch.Generator().manual_seed(0))
     for dtype in ('float32', 'bfloat16'):
@@ -584,7 +583,3 @@ def test_bf16_cost():
         bf16, fp32 = (F.cross_entropy(x, tokens[:, 1:].flatten()).item() for x in logits)
         assert numbers['bf16_cost'] == pytest.approx(bf16 - fp32, abs=1e-5) and bf16 - fp32 > 0.02
         assert numbers['cross_entropy'] == pytest.approx(bf16 if dtype == 'bfloat16' else fp32, abs=1e-5)
-        half = 2 / 2  # BF16 numbers between 256 and 512 are 2 apart
-        assert numbers['bf16_estimate'] == pytest.approx(math.log(math.sinh(half) / half))
-    capped = analyze.measure_model(tiny_gpt(cap=30.0), tokens)['numbers']
-    assert 'bf16_estimate' not in capped and 'bf16_cost' in capped

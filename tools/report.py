@@ -12,9 +12,10 @@ import math
 import re
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from train import save  # writes atomically
 
@@ -45,7 +46,7 @@ LABELS = {
 
 
 def with_looks(runs):
-    """Runs with the color of their variant, and the marker and dash of their size."""
+    """Runs with the color and line width of their variant, and the marker and dash of their size."""
     # the shortest name of a method has its color: that of the default λ, if it ran with it
     variants = runs[['variant', 'method']].drop_duplicates().values
     others = itertools.cycle(OTHERS)
@@ -56,9 +57,14 @@ def with_looks(runs):
             color = next(others)
         colors[variant] = color
 
+    # the first are drawn first, and are widest, so that they are seen under others
+    names = runs.variant.unique()
+    widths = dict(zip(names, np.linspace(2.2, 1.0, len(names)), strict=True))
+
     styles = [STYLES.get(size, ('o', '-')) for size in runs['size']]
     return runs.assign(
         color=runs.variant.map(colors),
+        width=runs.variant.map(widths),
         marker=[marker for marker, _ in styles],
         dash=[dash for _, dash in styles])
 
@@ -77,11 +83,10 @@ SHORT = '''variant size weight_tying lr seed test_loss mu_norm logit_mean logit_
 OF_RUNS = '''behind: 1 if not finite, or if the mean test loss is over 1% above the lowest of all
     variants of this table with the same size, tying and learning rate, over the seeds that all of
     them have; empty: alone there, or no seed is common to all. model_step: the step of the model
-    that was measured.
-    mean_share: V‖μ‖² / ‖E‖², 1 if all e_i are equal. logit_absmax: the largest |logit| of a
-    position, a mean; logit_max: that of all. r_log_below_1_too: of the positions with r_cos < 1,
-    the share with r_log < 1. bf16_cost: test loss with BF16 logits minus that with fp32 logits of
-    the same weights, in nats.'''
+    that was measured. mean_share: V‖μ‖² / ‖E‖², 1 if all e_i are equal. logit_absmax: the largest
+    |logit| of a position, a mean over positions; logit_max: the largest of all.
+    r_log_below_1_too: of the positions with r_cos < 1, the share with r_log < 1. bf16_cost: test
+    loss with BF16 logits minus that with fp32 logits of the same weights, in nats.'''
 OF_THEIRS = '''The runs of this sweep that the paper's authors have too: size, tying, method, λ,
     learning rate and steps (100,000 of 64 x 2,048 tokens) are the same. Theirs are of one seed and
     of other samples of the test text (results/authors). Their weight decay may not be Eq. 2, and
@@ -213,9 +218,9 @@ def run_table(runs, own_columns):
 # -------- figures
 FILLED = '''Points: means over seeds; bars: lowest to highest. A loss above the one at
     initialisation is drawn as that one; a line that leaves the panel goes to a run that learned
-    nothing. Filled: diverged, as the paper has it: not finite, or over 1% above the lowest of the
-    variants here with the same size and learning rate, over the seeds that all of them have. Grey:
-    alone there, or no seed is common to all.'''
+    nothing. Filled: diverged in the paper's sense, that is, over 1% above the lowest of the
+    variants here with the same size and learning rate, over the seeds that all of them have; or
+    not finite. Grey: alone there, or no seed is common to all.'''
 BOXES = '''A row for each size. r_emb is over the vocabulary, the others are over test positions.
     Grey: quartiles; black: median and extrema. Over several seeds, quartiles and median are means,
     extrema the outermost. Red: the share that fulfils the condition on the right. Filled: as in
@@ -236,7 +241,8 @@ CAPTIONS = {
         as in the figure of the test loss.''',
     'loss': f"Below: each size at the two largest rates. {FILLED} (The paper's Figures 2 and 9)",
     'lrs': '''LRS is the sum / (n - 1) of the table, whose underlined cells are not filled here.
-        Points: means over seeds; bars: lowest to highest. (Figures 3 and 10)''',
+        Points: means over seeds; bars: lowest to highest. Without sizes of fewer learning rates.
+        (Figures 3 and 10)''',
     'statistics': '''Means over positions and seeds, without runs whose test loss is not finite.
         Filled: as in the figure of the test loss. (Figure 4)''',
     'fact_3': '''r_emb: the norm of an embedding minus μ, divided by that without. r_cos, r_log:
@@ -244,7 +250,8 @@ CAPTIONS = {
         lowers it. Means over positions and seeds. Filled: as in the figure of the test loss.
         (Figure 5)''',
     'ablation': f'''Top: test loss against learning rate. Bottom: LRS, the sum / (n - 1), against
-        size. All panels are compared with each other. {FILLED} (Figure 8)''',
+        size, without sizes of fewer learning rates. All panels are compared with each other.
+        {FILLED} (Figure 8)''',
     'r_emb': f'''{BOXES} The paper's condition is cos(μ, h) ≠ 0, which any number fulfils. Here it
         is to have the commoner sign: about 50% of the positions do if h ignores μ, and 100% if all
         h lean to one side. (Figure 11)''',
@@ -258,8 +265,8 @@ CAPTIONS = {
 plt.switch_backend('agg')  # files alone, no windows
 plt.rcParams.update({
     'font.size': 9, 'axes.grid': True, 'grid.alpha': 0.25, 'legend.frameon': False,
-    'lines.markersize': 5, 'lines.linewidth': 1.2, 'axes.spines.top': False,
-    'axes.spines.right': False, 'figure.dpi': 160})
+    'lines.markersize': 5, 'axes.spines.top': False, 'axes.spines.right': False,
+    'figure.dpi': 160})
 
 
 def face(behind, color):
@@ -275,7 +282,8 @@ def draw_line(ax, points, look):
     """Points by their x: a line through their `mean`, bars from `low` to `high`, markers."""
     points = points.replace(math.inf, math.nan)  # a loss that is not finite and cannot be capped
     faces = [face(behind, look.color) for behind in points.behind]
-    ax.plot(points.index, points['mean'], linestyle=look.dash, color=look.color)
+    ax.plot(points.index, points['mean'], linestyle=look.dash, color=look.color,
+            linewidth=look.width)
     ax.vlines(points.index, points.low, points.high, color=look.color, linewidth=0.8)
     ax.scatter(points.index, points['mean'], 25, marker=look.marker, edgecolors=look.color,
                facecolors=faces, linewidths=1, zorder=3)
@@ -300,16 +308,23 @@ def label_rates(ax, runs):
     """A logarithmic x axis with a tick at each learning rate."""
     rates = sorted(runs.lr.unique())
     ax.set_xscale('log')
-    ax.set_xticks(rates, [f'{lr:g}' for lr in rates])
+    rotation = 90 if len(rates) > 8 else 0  # or labels would run into each other
+    ax.set_xticks(rates, [f'{lr:g}' for lr in rates], rotation=rotation)
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel(r'learning rate $\eta$')
 
 
 def scale(ax, values):
-    """A y axis that is logarithmic beyond -10 and 10, if a value is over 100 in size."""
-    if values.abs().max() > 100:
+    """
+    A y axis that is logarithmic, if the largest value is over ten times the median: beyond 1 in
+    size or, where there are negative values, beyond 100.
+    """
+    sizes = values.abs()
+    if sizes.max() > 10 * sizes.median():
+        linear_up_to = 1 if values.min() >= 0 else 100
         # before lines are drawn, or the margins would be too large
-        ax.set_yscale('symlog', linthresh=10)
+        ax.set_yscale('symlog', linthresh=linear_up_to, subs=[2, 5])
+        ax.yaxis.set(major_formatter='{x:g}', minor_formatter='{x:g}')
 
 
 def limit_losses(ax, runs):
@@ -324,7 +339,7 @@ def legend(figure, runs):
     """A legend below a figure: colors of variants, and markers of sizes if there are several."""
     handles = []
     for run in runs.drop_duplicates('variant').itertuples():
-        handles.append(Line2D([], [], color=run.color, label=run.variant))
+        handles.append(Line2D([], [], color=run.color, linewidth=run.width, label=run.variant))
     sizes = runs.drop_duplicates('size')
     if len(sizes) > 1:
         for run in sizes.itertuples():
@@ -380,7 +395,6 @@ def loss_against_lr(runs):
 
 def draw_lrs(ax, lrs):
     """Rows of lrs.csv: LRS against the number of parameters, a line for each variant."""
-    lrs = lrs.dropna(subset='n_params')
     if lrs.empty:
         return
     points = lrs.assign(mean=lrs.lrs_n1, low=lrs.lrs_n1_lowest, high=lrs.lrs_n1_highest,
@@ -389,13 +403,23 @@ def draw_lrs(ax, lrs):
         draw_line(ax, part.set_index('n_params'), part.iloc[0])
     sizes = lrs.drop_duplicates('size')
     ax.set(xlabel='parameters $N$', ylabel=LABELS['lrs_n1'], xscale='log', yscale='log')
+    ax.yaxis.set(major_formatter='{x:g}', minor_formatter='{x:g}',
+                 minor_locator=LogLocator(subs=[2, 5]))
     ax.set_xlim(lrs.n_params.min() / 1.3, lrs.n_params.max() * 1.3)
     ax.set_xticks(sizes.n_params, sizes['size'])
     ax.xaxis.set_minor_locator(NullLocator())
 
 
+def drawable(lrs):
+    """Rows of lrs.csv: of a known number of parameters, and over the most learning rates there are."""
+    lrs = lrs.dropna(subset='n_params')
+    most = max(lrs.rates, key=lambda rates: rates.count(' '), default='')
+    return lrs[lrs.rates == most]
+
+
 def lrs_against_size(lrs):
-    """Figures 3 and 10, or None without several sizes whose number of parameters is known."""
+    """Figures 3 and 10, or None without several sizes."""
+    lrs = drawable(lrs)
     if lrs.n_params.nunique() < 2:
         return None
     figure, ax = plt.subplots(figsize=(7.5, 4))
@@ -439,7 +463,7 @@ def lam_items(runs, lrs, lrs_figure, tying):
     """
     runs = runs[runs.weight_tying == tying]
     lrs = lrs[lrs.weight_tying == tying]
-    lrs_figure = lrs_figure[lrs_figure.weight_tying == tying]
+    lrs_figure = drawable(lrs_figure[lrs_figure.weight_tying == tying])
     items = []
     for (method, setting), part in lrs.groupby(['method', 'setting'], sort=False):
         name = NAMES.get(method, method) + setting
@@ -531,7 +555,7 @@ def against_step(runs, curves, columns, marker='-'):
         for run in runs.itertuples():
             curve = curves[curves.run == run.run]
             known = curve.dropna(subset=column)
-            ax.plot(known.step, known[column], marker, color=run.color)
+            ax.plot(known.step, known[column], marker, color=run.color, linewidth=run.width)
             if column == 'loss':
                 ax.plot(curve.step, curve.val_loss, 'o', color=run.color, markersize=3)
         ax.set(title=LABELS[column], xlabel='step')
