@@ -214,7 +214,7 @@ COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
 # A run's name tells each flag in which runs differ, also one that a fork adds, but not these, of
 # which some have columns of their own, and others change no number.
 NOT_IN_NAMES = {*COMPARABLE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',
-                *train.MAY_CHANGE, 'log_every', 'eval_every', 'eval_tokens'}
+                *train.MAY_CHANGE}
 IN_NAMES = [flag for flag in FLAGS if flag not in NOT_IN_NAMES]
 KNOWN = {*RESULTS, *FLAGS, *ADDED}  # any other column is a fork's own, for the table of runs
 

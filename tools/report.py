@@ -32,7 +32,8 @@ NAMES = {  # a method that is not here is called what METHODS calls it
 COLORS = {  # the paper's; other variants get the next of OTHERS
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5',
     'soft_capping': '#9E9E9E', 'mu_loss': '#FF9500', 'mu_centering': '#00B945'}
-OTHERS = ['black', *plt.get_cmap('tab20b').colors]
+HUES = plt.get_cmap('tab20b').colors  # five, in four shades each
+OTHERS = ['black', *HUES[::4], *HUES[2::4]]
 STYLES = {  # marker and line of a size: the paper's; others have ('o', '-')
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
