@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import train
 from model import GPT, METHODS, SIZES, gpt_config, summarize  # METHODS: {name: default λ or None}
 from tools import report
-from tools.report import BEHIND, PLACE, TYING
+from tools.report import BEHIND, BESIDE_THEIRS, PLACE, TYING
 
 # check exits with one line, read_json returns {} if there is no file, save writes atomically
 from train import check, read_json, save
@@ -117,8 +117,8 @@ def measure_model(gpt, windows=None):
     """
     A GPT and test windows (n, T + 1) int64 -> `numbers`, a dict of floats, and `distributions`, a
     dict of describe_values, over the positions or, of r_emb, over the vocabulary. Without windows:
-    of the weights alone. Whoever changes what is measured gives STATISTICS a new name, or runs that
-    were measured before keep their old numbers.
+    of the weights alone. Whoever changes what is measured gives STATISTICS a new name, or runs
+    that were measured before keep their old numbers.
     """
     E = gpt.E.detach()
     numbers = measure_embeddings(E)
@@ -167,9 +167,9 @@ def measure_checkpoint(path, windows):
 def measure_run(run):
     """
     Measures the checkpoints of a run, a dict of its settings whose `run` is its folder, or a .pt
-    file -> {file name: its sha256 and what measure_checkpoint returns}, and notes on what cannot be
-    measured. The numbers are kept in the folder: a file is measured again only if it has changed,
-    and they stay when a file is gone or too large to copy.
+    file -> {file name: its sha256 and what measure_checkpoint returns}, and notes on what cannot
+    be measured. The numbers are kept in the folder: a file is measured again only if it has
+    changed, and they stay when a file is gone or too large to copy.
     """
     path = Path(run['run'])
     files = sorted([*path.glob('model*.pt'), *path.glob('ckpt.pt')])
@@ -188,11 +188,10 @@ def measure_run(run):
 
             print(f'measuring {file}', flush=True)
             measured[file.name] = {'sha256': sha256, **measure_checkpoint(file, windows)}
-            if windows is None:
-                notes.append(f'{file}: its weights alone are measured, as there are no test data')
-            elif path.is_dir() and os.access(path, os.W_OK):  # others' runs may be read-only
+            # not the weights' alone, as the data may come back; others' runs may be read-only
+            if windows is not None and path.is_dir() and os.access(path, os.W_OK):
                 save(measured, f'{path}/{STATISTICS}')
-        except Exception as error:  # of many kinds: another model, damaged data, a run that goes on
+        except Exception as error:  # of many kinds: another model, a damaged file
             notes.append(f'{file} is not measured: {error} ({type(error).__name__})')
     return measured, notes
 
@@ -334,7 +333,7 @@ def read_side_table(results, name, runs):
 
 # -------- a sweep's folders
 def find_runs(paths):
-    """The .pt files in `paths`, and folders with a config.json: sorted, each once, through links too."""
+    """Paths -> the .pt files among them, and the folders in them with a config.json, each once."""
     found = {}
     for top in paths:
         if top.endswith('.pt'):
@@ -348,8 +347,8 @@ def find_runs(paths):
 
 def read_run(path):
     """
-    A run's folder, or a .pt file -> its settings and results, a dict with the `status` of a run that
-    has not ended, and its log, a list of records.
+    A run's folder, or a .pt file -> its settings and results, a dict, and its log, a list of
+    records. Its `status` is '' if the run has ended.
     """
     if path.suffix == '.pt':
         settings = train.read_checkpoint(str(path))['config']
@@ -376,13 +375,14 @@ OF_CHECKPOINT = ['run', 'method', 'variant', 'size', 'weight_tying', 'lr', 'seed
 def read_sweep(paths):
     """
     Reads and measures the runs in folders, and .pt files -> runs, with the statistics of their
-    model.pt or, before there is one, of their last checkpoint; rows of curves.csv, distributions.csv
-    and checkpoints.csv; notes on what is missing.
+    model.pt or, before there is one, of their last checkpoint; rows of curves.csv,
+    distributions.csv and checkpoints.csv; notes on what is missing.
     """
     rows = []
     curves = []
     distributions = []
     measured = {}
+    without_data = []
     notes = []
     found = find_runs(paths)
     for i, path in enumerate(found, 1):
@@ -405,15 +405,20 @@ def read_sweep(paths):
             numbers = {'model_step': last['step'], **last['numbers']}
             for name, values in last['distributions'].items():
                 distributions.append({'run': run['run'], 'quantity': name, **values})
+            if 'r_cos' not in numbers:
+                without_data.append(run['run'])
 
         # a sample of the test text differs by less
         loss = numbers.pop('cross_entropy', math.nan)
         if abs(loss / (run.get('test_loss') or math.nan) - 1) > 0.05:
-            notes.append(f'{path}: measured on its --data, its loss is {loss:.4f}, which is not the '
-                         f'test loss of the training, {run["test_loss"]:.4f}')
+            notes.append(f'{path}: measured on its --data, its loss is {loss:.4f}, which is not '
+                         f'the test loss of the training, {run["test_loss"]:.4f}')
         settings = {name: run.get(name) for name in [*RESULTS, *IN_NAMES, 'status']}
         rows.append({**settings, 'device': run['device_name'], **numbers})
     check(rows, f'{paths[0]}: no run {"; ".join(notes[:3])}')
+    if without_data:
+        notes.append('Measured by their weights alone, as the val shards of their --data are not '
+                     f'there: {", ".join(without_data)}')
 
     # None -> NaN, so that columns of numbers are floats
     runs = complete(pd.DataFrame(rows).fillna(math.nan).infer_objects())
@@ -429,8 +434,8 @@ def read_sweep(paths):
 # -------- which runs are compared, and how they are marked
 def comparable(runs):
     """
-    The runs that are compared: those that have ended, of each size and tying as many as are alike in
-    COMPARABLE, each once. And [a note on the others].
+    The runs that are compared: of those that have ended, for each size and tying, the most that
+    are alike in COMPARABLE, each once. And [a note on the others].
     """
     ended = runs[runs.status == '']
     alike = []
@@ -442,9 +447,10 @@ def comparable(runs):
     others = ended.drop(compared.index).run
     if others.empty:
         return compared, []
-    return compared, [f'Not compared, as their {", ".join(COMPARABLE)} are not those of most runs of '
-                      f'their size and tying, or another run has their name, size, tying, learning '
-                      f'rate and seed: {", ".join(others)}']
+    names = ', '.join(COMPARABLE)
+    return compared, [f'Not compared, as their {names} are not those of most runs of their size '
+                      'and tying, or another run has their name, size, tying, learning rate and '
+                      f'seed: {", ".join(others)}']
 
 
 def of_default_lam(runs):
@@ -619,7 +625,7 @@ def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
 
 # -------- what a method costs in time
 PAPER_OVERHEAD = pd.read_csv(TOOLS / 'paper_overhead.csv', index_col=['tying', 'size', 'variant'])
-TIMED = ['size', 'weight_tying', 'device', 'processes']  # times are compared where these are the same
+TIMED = ['size', 'weight_tying', 'device', 'processes']  # where times are compared
 MIN_SECONDS = 600  # shorter runs differ by more than the methods do
 SAME_SPEED = 1.1  # times of one method that differ by more: the machine was probably shared
 
@@ -639,7 +645,8 @@ def overhead(runs):
     means = seconds.mean()[is_steady].reset_index()
 
     baseline = means[means.method == 'baseline'].drop(columns='method')
-    rows = means[means.method != 'baseline'].merge(baseline, on=TIMED, suffixes=('', '_of_baseline'))
+    others = means[means.method != 'baseline']
+    rows = others.merge(baseline, on=TIMED, suffixes=('', '_of_baseline'))
     rows['added'] = rows.train_seconds / rows.train_seconds_of_baseline - 1
     rows['variant'] = rows.method.replace(report.NAMES)
     cells = zip(rows.weight_tying.map(TYING), rows['size'], rows.variant, strict=True)
@@ -651,7 +658,6 @@ def overhead(runs):
 AUTHORS = Path(__file__).parent / 'results/authors/results.csv'
 OF_THEIRS = {'batch_size': 64, 'block_size': 2048, 'vocab_size': 50304}  # not in their csv
 SAME_RUN = ['size', 'weight_tying', 'method', 'lam', 'lr', 'steps', *OF_THEIRS]
-BESIDE_THEIRS = ['test_loss', 'mu_norm', 'logit_mean']
 
 
 def beside_the_authors(runs):
@@ -788,7 +794,7 @@ def main(argv=None):
     lrs_figure, _ = learning_rate_sensitivity(of_lam)  # Figure 8 compares all λ of all methods
 
     # in the order of the page
-    items = report.authors_tables(beside_the_authors(compared))
+    items = report.authors_tables(beside_the_authors(runs[runs.status == '']))
     for tying in sorted({*compared.weight_tying}):
         items += report.methods_items(of_methods, lrs_methods, tying)
         items += report.lam_items(of_lam, lrs_lam, lrs_figure, tying)

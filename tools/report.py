@@ -22,6 +22,7 @@ from train import save  # writes atomically
 TYING = {0: 'untied', 1: 'tied'}
 PLACE = ['size', 'weight_tying', 'lr']  # runs are compared where these are the same
 BEHIND = 0.01  # a test loss further than this above the lowest, relative to it, is marked
+BESIDE_THEIRS = {'test_loss': 'test loss', 'mu_norm': '‖μ‖', 'logit_mean': 'mean logit'}
 
 # -------- names and looks
 NAMES = {  # a method that is not here is called what METHODS calls it
@@ -47,7 +48,7 @@ LABELS = {
 
 
 def with_looks(runs):
-    """Runs with the color and line width of their variant, and the marker and dash of their size."""
+    """Runs with the color and width of their variant's line, and marker and dash of their size."""
     # the shortest name of a method has its color: that of the default λ, if it ran with it
     variants = runs[['variant', 'method']].drop_duplicates().values
     others = itertools.cycle(OTHERS)
@@ -79,8 +80,8 @@ FORMATS = {  # of columns of results.csv
     'cos_mu_h': '{:.3f}', 'r_emb': '{:.3f}', 'r_cos': '{:.3f}', 'r_log': '{:.3f}',
     'r_emb_below_1': '{:.3%}', 'r_cos_below_1': '{:.1%}', 'r_log_below_1_too': '{:.1%}',
     'bf16_cost': '{:.4f}'}
-SHORT = '''variant size weight_tying lr seed test_loss mu_norm logit_mean logit_std logit_absmax r_emb
-           r_cos r_log'''.split()  # of these, what is printed
+SHORT = '''variant size weight_tying lr seed test_loss mu_norm logit_mean logit_std logit_absmax
+           r_emb r_cos r_log'''.split()  # of these, what is printed
 OF_RUNS = '''behind: 1 if not finite, or if the mean test loss is over 1% above the lowest of all
     variants of this table with the same size, tying and learning rate, over the seeds that all of
     them have; empty: alone there, or no seed is common to all. model_step: the step of the model
@@ -189,17 +190,17 @@ def authors_tables(runs):
     """Rows of analyze.beside_the_authors -> a table with three lines for each run."""
     lines = []
     for run in runs.to_dict('records'):
-        where = {'size': run['size'], 'tying': TYING[run['weight_tying']], 'variant': run['variant'],
-                 'η': f'{run["lr"]:g}', 'seed': f'{run["seed"]:.0f}'}
-        for name, of in {'test_loss': 'test loss', 'mu_norm': '‖μ‖', 'logit_mean': 'mean logit'}.items():
+        where = {'size': run['size'], 'tying': TYING[run['weight_tying']],
+                 'variant': run['variant'], 'η': f'{run["lr"]:g}', 'seed': f'{run["seed"]:.0f}'}
+        for name, word in BESIDE_THEIRS.items():
             theirs = run[f'{name}_of_theirs']
             if math.isnan(theirs):
                 continue
             text = FORMATS[name]
-            difference = run[name] - theirs
-            lines.append({**where, 'of': of, 'here': text.format(run[name]),
+            signed = text.replace(':', ':+')
+            lines.append({**where, 'quantity': word, 'here': text.format(run[name]),
                           "the authors'": text.format(theirs),
-                          'difference': text.replace(':', ':+').format(difference)})
+                          'difference': signed.format(run[name] - theirs)})
     if not lines:
         return []
     rows = pd.DataFrame(lines).replace({'nan': '-', '+nan': '-'})
@@ -412,7 +413,7 @@ def draw_lrs(ax, lrs):
 
 
 def drawable(lrs):
-    """Rows of lrs.csv: of a known number of parameters, and over the most learning rates there are."""
+    """Rows of lrs.csv with a known number of parameters, over the most rates there are."""
     lrs = lrs.dropna(subset='n_params')
     most = max(lrs.rates, key=lambda rates: rates.count(' '), default='')
     return lrs[lrs.rates == most]
@@ -491,7 +492,7 @@ def lam_items(runs, lrs, lrs_figure, tying):
 # -------- figures of distributions
 CONDITIONS = {  # of a quantity: the threshold, the column with the share, its label
     'r_emb': (1, 'below_1', r'% $r_{\rm emb} < 1$'),
-    'cos_mu_h': (0, 'of_one_sign', r'% $\cos(\mu, h)$ of one sign'),
+    'cos_mu_h': (0, 'of_one_sign', '% of one sign'),
     'r_cos': (1, 'below_1', r'% $r_{\rm cos} < 1$'),
     'r_log': (1, 'below_1', r'% $r_{\rm log} < 1$')}
 
@@ -609,8 +610,8 @@ HEAD = '''<!doctype html><meta charset="utf-8"><style>
 
 def write(out, summary, headlines, notes, items):
     """
-    Writes figures, tables.md and report.html, which needs no other file, and prints the tables, that
-    of all runs in short and first, and the sentences. The last of the items is that table.
+    Writes figures, tables.md and report.html, which needs no other file, and prints the tables and
+    the sentences. The last of the items is the table of runs, which is printed first, in short.
     """
     (out / 'figures').mkdir(parents=True, exist_ok=True)
     page = [HEAD, f'<h1>{html.escape(out.resolve().name)}</h1>', f'<p>{html.escape(summary)}</p>']
