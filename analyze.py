@@ -403,10 +403,11 @@ def read_sweep(paths):
         numbers = {}
         if last:
             numbers = {'model_step': last['step'], **last['numbers']}
-            for name, values in last['distributions'].items():
-                distributions.append({'run': run['run'], 'quantity': name, **values})
             if 'r_cos' not in numbers:
                 without_data.append(run['run'])
+        if last and not run['status']:
+            for name, values in last['distributions'].items():
+                distributions.append({'run': run['run'], 'quantity': name, **values})
 
         # a sample of the test text differs by less
         loss = numbers.pop('cross_entropy', math.nan)
@@ -678,8 +679,8 @@ def beside_the_authors(runs):
 # -------- what is said of the runs
 def what_was_run(runs):
     """A paragraph on the settings of runs."""
-    diverged = runs[(runs.status == '') & runs.test_loss.isna()]
-    parts = [f'Runs: {len(runs)}, {len(diverged)} of which ended without a finite test loss.']
+    not_finite = (runs.status == '') & runs.test_loss.isna()
+    parts = [f'Runs: {len(runs)}, {not_finite.sum()} of which ended without a finite test loss.']
     for name in ('size', 'weight_tying', 'method', 'lr', 'seed', 'steps', 'device'):
         values = runs[name].dropna().unique()
         if len(values):
@@ -762,9 +763,9 @@ def main(argv=None):
         runs, curves, distributions, checkpoints, notes = read_sweep(args.runs)
         ended = runs[runs.status == '']
         write_csv(out / 'results.csv', ended.drop(columns=ADDED))
-        # rows of these runs alone; 7 digits are enough for a plot
+        # without runs that have no row there; 7 digits are enough for a plot
         write_csv(out / 'curves.csv', curves[curves.run.isin(ended.run)], '%.7g')
-        write_csv(out / 'distributions.csv', distributions[distributions.run.isin(ended.run)])
+        write_csv(out / 'distributions.csv', distributions)
         write_csv(out / 'checkpoints.csv', checkpoints)
     else:
         runs = read_runs(args.results)
