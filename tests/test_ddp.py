@@ -51,8 +51,8 @@ def test_killed_ranks(corpus, tmp_path):
         finish(rank, -signal.SIGKILL)
     stopped = load(killed, 'ckpt.pt')
     assert stopped['step'] == 3
-    argv = ['--standalone', '--nproc_per_node=2', '--start_method=fork', '--signals-to-handle=SIGINT',
-            '--run_path', f'{ROOT}/train.py', *flags, f'--out={killed}']
+    argv = ['--standalone', '--nproc_per_node=2', '--start_method=fork', '--run_path', f'{ROOT}/train.py',
+            *flags, f'--out={killed}']
     finish(process(torch.distributed.run.main, argv, daemon=False), 0)
     assert_same(state_of(killed), state_of(whole))
     assert load(killed)['config']['run_id'] == stopped['config']['run_id']

@@ -317,6 +317,7 @@ def test_schedule_of_ones_own(trained, monkeypatch):
     assert logged == pytest.approx([rates(step) * 0.5 ** ((step - 1) // 3) for step in range(1, 10)])
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='PyTorch has Muon from 2.9 on')
 def test_two_optimizers(trained, monkeypatch):
     """Each one follows the schedule, before and after it resumes."""
     made = with_optimizer(monkeypatch, TwoOptimizers)
