@@ -382,7 +382,7 @@ def main(argv=None):
                     meta['paths'] = meta.get('paths') or fineweb_files(args.name)  # of one commit
                     groups = [[path] for path in meta['paths']]
             except Exception as error:  # of many kinds
-                check(False, f'a download failed: {error!r}; without a network, use '
+                check(False, f'loading failed: {error!r}; without a network, use '
                              '--source=stdlib --tokenizer=bytes')
 
             meta['done'] = False
