@@ -6,9 +6,9 @@ Turns text into token shards for train.py. Run the same command again to resume.
     python prepare_fineweb.py --source=local --files='texts/**/*.jsonl' --out=data/mine
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib  # no network
 
-The first command downloads text, from all over FineWeb's sample-100BT, and tokenizes it, which
-takes hours. The second one only downloads: shards of kjj0/fineweb100B-gpt2, on which the authors
-trained.
+The first command downloads some 40 GB of text, from all over FineWeb's sample-100BT, and tokenizes
+it, in an hour or two of CPU time. The second one downloads 26 GB of tokens: shards from all over
+kjj0/fineweb100B-gpt2, on which the authors trained.
 
 It writes <source>_val_000000.bin, which is held out, then <source>_train_000000.bin and so on, in
 the format of train.py. meta.json says how the shards were made, how far they are, and whether all
@@ -185,14 +185,17 @@ def load_encoder(name):
     return encode
 
 
+BATCH = 2**23  # characters that are tokenized at a time, by all threads
+
+
 def batches_of(texts):
-    """Yields lists of documents, with some 8 million characters each."""
+    """Yields lists of documents, with BATCH characters each or a little more."""
     batch = []
     n = 0
     for text in texts:
         batch.append(text)
         n += len(text)
-        if n >= 2**23:
+        if n >= BATCH:
             yield batch
             batch = []
             n = 0
