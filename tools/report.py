@@ -146,11 +146,11 @@ def lrs_table(lrs, column, title):
     cells = {}
     for line, of_size in lrs.groupby(['size', 'n_rates', 'seeds'], sort=False):
         for row in of_size.itertuples():
-            cells[*line, 'sum / (n - 1)', getattr(row, column)] = lrs_cell(row)
+            cells[(*line, 'sum / (n - 1)', getattr(row, column))] = lrs_cell(row)
         for row in of_size.dropna(subset='paper').itertuples():
-            cells[*line, "the paper's", getattr(row, column)] = f'{row.paper:.3f}'
+            cells[(*line, "the paper's", getattr(row, column))] = f'{row.paper:.3f}'
         for row in of_size.dropna(subset='lrs').itertuples():
-            cells[*line, 'mean (Eq. 21)', getattr(row, column)] = f'{row.lrs:.3f}'
+            cells[(*line, 'mean (Eq. 21)', getattr(row, column))] = f'{row.lrs:.3f}'
     return table(title, grid(cells, 'size', 'n', 'seeds', 'LRS'), OF_LRS)
 
 
