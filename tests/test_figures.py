@@ -253,7 +253,7 @@ def test_loss_against_lr(complete, drawn):
     two_rates = drawn(results=[row for row in few if row['lr'] > 0.05])
     assert len(two_rates['loss_tied'].axes) == 2
     assert 'loss_tied' not in drawn(results=[row for row in few if row['lr'] == 0.3])
-    many = [{**row, 'size': f'{i}M', 'n_params': i} for row in few for i in range(7)]
+    many = [{**row, 'size': f'{i}M', 'n_params': i + 1} for row in few for i in range(7)]
     assert [ax.get_title() for ax in drawn(results=many)['loss_tied'].axes[1:]] == [f'{i}M' for i in range(7)]
 
 
@@ -275,9 +275,20 @@ def test_lrs_against_size(complete, drawn):
         assert [label.get_text() for label in ax.get_xticklabels()] == [*SIZES]
 
     rows = [row for row in some_runs() if row['weight_tying']]
+    half_done = [row for row in rows if row['size'] == '16M' or row['lr'] < 0.05]
     for without in ([row for row in rows if row['size'] == '16M'], [{**row, 'n_params': ''} for row in rows],
-                    [row for row in rows if row['lr'] > 0.05]):
+                    [row for row in rows if row['lr'] > 0.05], half_done):
         assert not [name for name in drawn(results=without) if name.startswith('lrs_')]
+
+
+def test_scale():
+    """Logarithmic beyond ten times the median; zeros and values below zero are shown too."""
+    figure, ax = plt.subplots()
+    for values, expected in (([2, 3, 11], 'linear'), ([2, 3, 31], 1), ([0, 3, 31], 1), ([-3, 3, 2000], 100)):
+        ax.set_yscale('linear')
+        report.scale(ax, pd.Series(values))
+        assert expected in (ax.get_yscale(), getattr(ax.yaxis.get_transform(), 'linthresh', None))
+    plt.close(figure)
 
 
 def test_ablation(complete, drawn):
