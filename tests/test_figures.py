@@ -284,7 +284,8 @@ def test_lrs_against_size(complete, drawn):
 def test_scale():
     """Logarithmic beyond ten times the median; zeros and values below zero are shown too."""
     figure, ax = plt.subplots()
-    for values, expected in (([2, 3, 11], 'linear'), ([2, 3, 31], 1), ([0, 3, 31], 1), ([-3, 3, 2000], 100)):
+    for values, expected in (([2, 3, 29], 'linear'), ([0, 0.1, 9], 'linear'), ([2, 3, 31], 1),
+                             ([0, 3, 31], 1), ([-3, 3, 2000], 100)):
         ax.set_yscale('linear')
         report.scale(ax, pd.Series(values))
         assert expected in (ax.get_yscale(), getattr(ax.yaxis.get_transform(), 'linthresh', None))
