@@ -8,7 +8,6 @@ import pandas as pd
 from PIL import Image
 
 import analyze
-import train
 from tools import report
 
 HERE = Path(__file__).parent
@@ -247,20 +246,23 @@ def gain_table():
     return markdown(lines, ['', 'test loss', *GAIN])
 
 
+SCALES = {'gain at 1e-3': 1e-3, 'gain at 10^-3.5': 10 ** -3.5, 'gain at 1e-4': 1e-4}
+
+
 def slow_gain_table():
-    """Gains whose learning rate is scaled, with how far they can move at most: scale x sum of the rates."""
+    """Gains whose learning rate is scaled. Reach: the scale times the sum of the rates, lr steps / 2."""
     runs = read('slow_gain')
-    last = last_of(read('slow_gain', 'last_norm'))
+    curves = read('slow_gain', 'curves')
+    runs['highest'] = runs.run.map(curves.groupby('run').logit_mean.max())
+    last = last_of(read('slow_gain', 'last_norm')).set_index('run')
+    runs['gain'] = runs.run.map(last.gain_1)
+    columns = ('test_loss', 2), ('logit_mean', 0), ('highest', 0), ('h_norm', 2), ('gain', 3)
     lines = []
     for (rate, arm), part in runs.groupby(['lr', 'arm'], sort=False):
-        steps = range(1, part.steps.iloc[0] + 1)
-        scale = float(10 ** -3.5 if arm.endswith('10^-3.5') else arm.removeprefix('gain at '))
-        reach = scale * sum(train.learning_rate(step, part.iloc[0]) for step in steps)
-        gains = last[last.run.isin(part.run)]
-        lines.append([f'{rate:g}, {arm}', f'{reach:.1f}', by_seed(part, 'test_loss', 2),
-                      by_seed(part, 'logit_mean', 0), by_seed(part, 'h_norm', 2),
-                      by_seed(gains, 'gain_1', 2)])
-    return markdown(lines, ['learning rate, scale', 'reach', 'test loss', 'mean logit', '‖h‖',
+        reach = SCALES[arm] * rate * part.steps.iloc[0] / 2
+        cells = [by_seed(part, column, digits) for column, digits in columns]
+        lines.append([f'{rate:g}, {arm}', f'{reach:.1f}', *cells])
+    return markdown(lines, ['learning rate, scale', 'reach', 'test loss', 'mean logit', 'its largest', '‖h‖',
                             'gain of the largest dimension'])
 
 
@@ -468,7 +470,7 @@ def draw_slow_gain():
             draw_curve(right, norms, run.run, 'gain_1', color=color)
             draw_curve(right, norms, run.run, 'gain_median', color=color, linestyle='--')
         left.set(title=f'learning rate {rate:g}', ylabel='mean logit')
-        right.set(ylabel='gain: largest dimension, others (dashed)', ylim=(-0.3, None))
+        right.set(ylabel='gain of the largest (dashed: others)', ylim=(-0.1, 1.1))
     for ax in axes[-1]:
         ax.set_xlabel('step')
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False)
