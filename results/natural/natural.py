@@ -4,8 +4,8 @@ Runs of a model for a laptop in which the paper's harm arises by itself, and wha
     python -m results.natural.natural [TABLE ...]    # trains what has no row yet, two runs at a time
 
 A TABLE is a folder beside this file. results.csv has a row for each run. Of runs that a figure draws,
-curves.csv has some lines of the log. Of checkpoints on the way, evaluation.csv has their losses, and
-last_norm.csv what the last LayerNorm does. The runs of `grid` and `quick` are those of sweep.sh; an arm of
+curves.csv has some lines of the log. last_norm.csv has what the last LayerNorm does, and distributions.csv
+what Figures 11 and 12 of the paper show. The runs of `grid` and `quick` are those of sweep.sh; an arm of
 the other tables changes one thing of a run, by one of the functions below.
 """
 import os
@@ -153,7 +153,7 @@ def measure(path, config):
 def measure_last_norm(path, config):
     """
     Where the energy of the last LayerNorm's output lies before its gain, and what the gain makes of it,
-    over 8,192 test positions. The largest three dimensions are numbered from 1 on.
+    over 8,192 test positions. The largest three dimensions are numbered from 1 on; gains are without sign.
     """
     gpt = model.GPT(model.gpt_config(config))
     gpt.load_state_dict(train.read_checkpoint(path)['model'])
@@ -164,7 +164,7 @@ def measure_last_norm(path, config):
     h = gpt.hidden(tokens[:, :-1]).flatten(0, 1)
     x = seen[0].flatten(0, 1)  # what the last LayerNorm gets
     n = torch.nn.functional.layer_norm(x, x.shape[1:])  # its output, before the gain
-    gain = gpt.norm_f.weight if gpt.config.final_gain else torch.ones(n.size(1))
+    gain = gpt.norm_f.weight.abs() if gpt.config.final_gain else torch.ones(n.size(1))
 
     energy = n.square().mean(dim=0)
     share, order = (energy / energy.sum()).sort(descending=True)
@@ -175,7 +175,7 @@ def measure_last_norm(path, config):
                'cos_mu_h': torch.cosine_similarity(h, mu[None]).mean(),
                'cos_mu_mean_n': torch.cosine_similarity(mean_n, mu, dim=0),
                'constant_share': mean_n.square().sum() / energy.sum(),  # 1 if n is the same everywhere
-               'gain_median': gain[order[3:]].median(), 'gain_mean': gain.mean()}
+               'gain_median': gain[order[3:]].median()}
     for i in range(3):
         numbers |= {f'share_{i + 1}': share[i], f'gain_{i + 1}': gain[order[i]]}
     return {name: value.item() for name, value in numbers.items()}
@@ -208,31 +208,25 @@ def run(table, arm, words):
 
     out = Path(args.out)
     config = train.read_json(out / 'config.json')
-    key = {'arm': arm, 'run': out.name}
-    numbers, distributions = measure(str(out / 'model.pt'), config)
-    row = {**key, **config, **train.read_json(out / 'result.json'), **numbers}
-    row['device'] = config['device_name']
-    row['run'] = out.name
     log = pd.read_json(out / 'log.jsonl', lines=True)
+    numbers, distributions = measure(str(out / 'model.pt'), config)
+    row = {**config, **train.read_json(out / 'result.json'), **numbers}
+    row |= {'arm': arm, 'run': out.name, 'device': config['device_name']}
     row['largest_loss'] = log.loss.max()
     row['last_logit_mean'] = log.logit_mean.dropna().iloc[-1]
+
     found = {'results': [{name: row.get(name) for name in RESULTS}]}
     if is_drawn(table, config):
         found['curves'] = thin(log).assign(run=out.name)
-
     if table == 'again':
         found['distributions'] = [{'run': out.name, 'quantity': name, **values}
                                   for name, values in distributions.items()]
-
-    kept = []
-    measures_norm = table in ('gain', 'slow_gain')
-    for path in out.glob('model_*.pt'):
-        if measures_norm:
+    if table in ('gain', 'slow_gain'):
+        found['last_norm'] = []
+        for path in out.glob('model_*.pt'):
+            step = int(path.stem.removeprefix('model_'))
             numbers = measure_last_norm(path, config)
-        else:
-            numbers, _ = measure(str(path), config)
-        kept.append({**key, 'step': int(path.stem.removeprefix('model_')), **numbers})
-    found['last_norm' if measures_norm else 'evaluation'] = kept
+            found['last_norm'].append({'run': out.name, 'step': step, **numbers})
     return found
 
 
@@ -327,8 +321,6 @@ def list_runs():
     for seed in SEEDS:
         for rate in ('3e-1', '1e-1'):
             settings = dict(LRS=rate, SEEDS=str(seed), OUT='out/laptop')
-            if rate == '3e-1':
-                settings['FLAGS'] = '--keep_every=10000'
             add_sweep('grid', **settings)
             add_fp32_baselines('grid', **settings)
         if seed == 1:
@@ -339,9 +331,12 @@ def list_runs():
         for arm, flags in CAUSES.items():
             add('cause', arm, one(arm, flags, seed))
 
-    # the demo
+    # the demo; on another machine, with seed 1
     for words in sweep('demo', SEEDS='1 2 3 4 5'):
-        add('demo', 'fp32 logits' if words[-1].endswith('-fp32head') else '', words)
+        arm = 'fp32 logits' if words[-1].endswith('-fp32head') else ''
+        add('demo', arm, words)
+        if '--seed=1' in words:
+            add('again', arm, words)
 
     # 257 bytes in 320 rows, and 64 characters in more than 64 rows
     for seed in SEEDS:
@@ -414,8 +409,6 @@ def list_runs():
 
 def append(rows, path):
     """Adds rows to a csv file."""
-    if len(rows) == 0:
-        return
     path.parent.mkdir(exist_ok=True)
     table = pd.DataFrame(rows)
     if path.exists():
