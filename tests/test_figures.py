@@ -1,6 +1,7 @@
 """The paper's figures and tables of runs, of a made-up sweep, and checkpoints of small runs, by hand."""
 import base64
 import itertools
+import math
 import re
 import shutil
 from pathlib import Path
@@ -482,6 +483,14 @@ def test_training_curves(complete):
         assert curve.get_ydata() == pytest.approx([5 - step / 100 + loss for step in steps])
     shown = [text.get_text() for text in figures['training_16M_untied_lr0.3'].legends[0].get_texts()]
     assert len(shown) == 8
+
+
+def test_curves_without_finite_losses(drawn):
+    """Of a run that is lost at once."""
+    row = some_runs()[0]
+    curves = [dict(run=row['run'], step=step, loss=math.nan, mu_norm=1) for step in (1, 2)]
+    figures = drawn(results=[{**row, 'test_loss': ''}], curves=curves)
+    assert lines_on(figures['training_16M_untied_lr0.0003'].axes[1])[0][1] == [1, 2]
 
 
 # -------- any checkpoint

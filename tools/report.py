@@ -565,7 +565,9 @@ def against_step(runs, curves, columns, marker='-'):
             ax.axhline(1, color='black', linewidth=0.8, linestyle=':')  # what Fact 3 is about
         if column == 'loss':
             # without the first steps, which would flatten all others
-            ax.set_ylim(0.95 * curves.loss.min(), curves.loss.quantile(0.98))
+            finite = curves.loss[np.isfinite(curves.loss)]
+            if len(finite) > 1:
+                ax.set_ylim(0.95 * finite.min(), finite.quantile(0.98))
     legend(figure, runs.assign(size=''))
     return figure
 
@@ -592,7 +594,7 @@ def checkpoint_figures(runs, checkpoints):
     on_the_way = checkpoints.run[checkpoints.file != 'model.pt']
     figures = []
     for (size, tying, lr), part in runs[runs.run.isin(on_the_way)].groupby(PLACE, sort=False):
-        figure = against_step(part, checkpoints, columns, 'o-')
+        figure = against_step(part, checkpoints[checkpoints.run.isin(part.run)], columns, 'o-')
         figures.append(to_png('checkpoints', f'{size}, {TYING[tying]}, η = {lr:g}', figure))
     return figures
 
