@@ -196,7 +196,9 @@ def thin(log):
 
 def is_drawn(table, config):
     """Whether a figure draws the curves of a run."""
-    return table in ('cause', 'slow_gain') or table == 'grid' and config['lr'] == 0.3
+    if table == 'grid':
+        return config['lr'] == 0.3 and config['method'] in ('baseline', 'mu_loss', 'mu_centering')
+    return table in ('cause', 'slow_gain')
 
 
 def run(table, arm, words):
