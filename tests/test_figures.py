@@ -453,8 +453,8 @@ def test_overhead(complete, tmp_path):
     assert cells({'train_seconds': 2000}) == []  # the times are too far apart
     assert cells({'train_seconds': ''}) == ['7.9%', '0.4%']  # of the other seed
     assert cells({'train_seconds': 2000, 'test_loss': 'nan'}) == ['7.9%', '0.4%']
-    for another in ({'device': 'another'}, {'processes': 4}):
-        assert cells({'train_seconds': 1, **another}) == ['7.9%', '0.4%']
+    for another in ({'device': 'another'}, {'processes': 4}, {'beta2': 0.9}):
+        assert cells({'train_seconds': 2000, **another}) == ['7.9%', '0.4%']
 
     rows = [row for row in some_runs() if row['lam'] != 100 and row['size'] == '16M']
     for change, expected in (({'processes': 4}, ['', '4', '']), ({'beta2': 0.9}, ['', ''])):
@@ -553,6 +553,13 @@ def test_checkpoints(trained, corpus, tmp_path, monkeypatch, capsys):
         assert (row['size'], row.weight_tying, row.lr, row.seed) == ('tiny', 0, 0.3, 1)
     results = pd.read_csv(tmp_path / 'out/results.csv').set_index('run')  # has the run that has ended alone
     assert results.bf16_cost.to_dict() == {str(folders[0]): found.bf16_cost[str(folders[0]), 'model.pt']}
+
+    # a run's statistics are those of model.pt or, before it has one, of its last checkpoint
+    shown = {line['variant']: line for line in tables_in(tmp_path / 'out/tables.md')['All runs']}
+    for variant, last in (('baseline', (str(folders[0]), 'model.pt')),
+                          ('μ-loss, not finished', (str(folders[1]), 'ckpt.pt'))):
+        assert shown[variant]['model_step'] == str(found.step[last])
+        assert shown[variant]['mu_norm'] == f'{found.mu_norm[last]:.4g}'
 
     name = 'checkpoints_tiny_untied_lr0.3'
     panels = {ax.get_title(): ax for ax in figures[name].axes}
