@@ -11,7 +11,7 @@ the other tables changes one thing of a run, by one of the functions below.
 import os
 import subprocess
 import sys
-from multiprocessing import get_context
+from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
@@ -429,8 +429,7 @@ def main(tables):
             todo.append((table, arm, words))
     print(f'{len(todo)} runs to do', flush=True)
 
-    # fresh processes: a fork of one with threads may wait for a lock for ever
-    with get_context('spawn').Pool(2, maxtasksperchild=1) as pool:
+    with Pool(2, maxtasksperchild=1) as pool:
         results = [(table, pool.apply_async(run, (table, arm, words))) for table, arm, words in todo]
         for table, result in results:
             found = result.get()
