@@ -8,6 +8,7 @@ import pandas as pd
 from PIL import Image
 
 import analyze
+from results.natural.natural import SLOW_GAINS
 from tools import report
 
 HERE = Path(__file__).parent
@@ -189,17 +190,6 @@ def methods_table():
     return markdown(lines, ['', 'test loss', 'mean logit', '‖μ‖', 'largest training loss'])
 
 
-def demo_table():
-    """The test loss of the demo's four runs, by seed."""
-    rows = read_grid('demo')
-    seeds = sorted(rows.seed.unique())
-    lines = []
-    for name in SHOWN:
-        losses = rows[rows.name == name].set_index('seed').test_loss
-        lines.append([name, *(f'{losses[seed]:.2f}' for seed in seeds)])
-    return markdown(lines, ['', *(f'seed {seed}' for seed in seeds)])
-
-
 def takes_table():
     """Test losses of the baseline with BF16 and with fp32 logits, one seed."""
     rows = read('takes')
@@ -239,9 +229,6 @@ def gain_table():
     return markdown(lines, ['', 'test loss', *GAIN])
 
 
-SCALES = {'gain at 1e-3': 1e-3, 'gain at 10^-3.5': 10 ** -3.5, 'gain at 1e-4': 1e-4}
-
-
 def slow_gain_table():
     """Gains whose learning rate is scaled. Reach: the scale times the sum of the rates, lr steps / 2."""
     runs = read('slow_gain')
@@ -252,7 +239,7 @@ def slow_gain_table():
     columns = ('test_loss', 2), ('logit_mean', 0), ('highest', 0), ('h_norm', 2), ('gain', 3)
     lines = []
     for (rate, arm), part in runs.groupby(['lr', 'arm'], sort=False):
-        reach = SCALES[arm] * rate * part.steps.iloc[0] / 2
+        reach = SLOW_GAINS[arm] * rate * part.steps.iloc[0] / 2
         cells = [by_seed(part, column, digits) for column, digits in columns]
         lines.append([f'{rate:g}, {arm}', f'{reach:.1f}', *cells])
     return markdown(lines, ['learning rate, scale', 'reach', 'test loss', 'mean logit', 'its largest', '‖h‖',
@@ -274,22 +261,6 @@ def rare_table():
         of_arm = rows[rows.arm == arm]
         lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in RARE.values())])
     return markdown(lines, ['', *RARE])
-
-
-UNUSED = ['baseline', 'μ-centering', 'centered by frequency']
-
-
-def unused_table():
-    """64 characters in more rows: what share of the drift μ-centering leaves. One seed."""
-    rows = read('rare')
-    rows = rows[~rows.run.str.startswith('bytes')]
-    lines = []
-    for n_rows, part in rows.groupby('vocab_size'):
-        part = part.set_index('arm')
-        left = part.logit_mean_f['μ-centering'] / part.logit_mean_f['baseline']
-        losses = [f'{part.test_loss[arm]:.2f}' for arm in UNUSED]
-        lines.append([f'{n_rows}', f'{1 - 64 / n_rows:.2f}', f'{left:.2f}', *losses])
-    return markdown(lines, ['rows of E', 'share of unused rows', 'share of the drift left', *UNUSED])
 
 
 def decay_table():
@@ -316,12 +287,10 @@ TABLES = {
     'fact_3': fact_3_table,
     'cause': cause_table,
     'methods': methods_table,
-    'demo': demo_table,
     'takes': takes_table,
     'gain': gain_table,
     'slow_gain': slow_gain_table,
     'rare': rare_table,
-    'unused': unused_table,
     'decay': decay_table,
 }
 
