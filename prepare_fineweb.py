@@ -223,8 +223,8 @@ def without_copies(texts):
 def hold_out(batches, args):
     """
     Takes val from the tokens of the first group: the first ones, or of local files the first 5,000
-    of every 50,000, as one's own files are often sorted by topic or date. It is whole before
-    anything is trained on, and so it is the same whatever --tokens.
+    of every 50,000, as one's own files are often sorted by topic or date. Val is complete before
+    the first train shard is written, and so it is the same whatever --tokens.
 
     Returns val (n,), and an iterator over all other tokens.
     """
@@ -250,8 +250,8 @@ def hold_out(batches, args):
 
 def read_tokens(groups, encode, meta, args):
     """
-    Yields (group, n, tokens): the tokens to train on that follow those in the shards, some at a
-    time, and how many the group has up to their end. Writes the val shard first.
+    Yields (group, n, tokens): the next tokens to train on that are in no shard yet, and n, how
+    many of their group have been read. With the first group, writes the val shard too.
     """
     skip = meta['skip']
     for group in range(meta['group'], len(groups)):
@@ -274,7 +274,7 @@ def write_shards(groups, encode, meta, args):
     """
     Writes the missing shards of the text in `groups`, lists of files: FineWeb has a group for each
     file, others have one of all. meta.json has the group in which the next shard begins, and how
-    many tokens of it are in earlier shards. After a kill, that group is tokenized from its start.
+    many of the group's tokens are in shards. After a kill that group is tokenized from its start.
     """
     total = args.tokens if args.source == 'fineweb' else None  # of others it may be far too many
     bar = tqdm(initial=meta['tokens'], total=total, unit=' tokens', unit_scale=True,
