@@ -364,7 +364,9 @@ def draw_paper():
     items = [report.to_png('loss', 'untied', report.loss_against_lr(rows)),
              report.to_png('statistics', 'untied', report.against_lr(rows, statistics)),
              report.to_png('fact_3', 'untied', report.against_lr(baselines, ratios))]
-    again = analyze.with_marks(untied_runs('again'))
+    again = untied_runs('again')
+    again = again[again.steps == 100_000]  # without the demo's
+    again['behind'] = again.lr.map(baselines.groupby('lr').behind.max())  # the grid has the other methods
     items += report.distribution_figures(again, pd.read_csv(HERE / 'again/distributions.csv'), 0)
     for item in items:
         write_png(item['name'].removesuffix('_untied'), item['png'])
