@@ -214,18 +214,18 @@ GAIN = {'mean logit': ('logit_mean', 0), '‖h‖': ('h_norm', 2), 'cos(μ, h)':
 
 
 def gain_table():
-    """With a gain and without one, by tokens a step: means over the seeds there are [lowest, highest]."""
+    """With a gain and without one, by tokens a step: each seed."""
     runs = read('gain')
     runs['tokens'] = runs.batch_size * runs.block_size
-    last = last_of(read('gain', 'last_norm'))
+    last = last_of(read('gain', 'last_norm')).drop(columns='seed')
     last['share'] = last.share_1 + last.share_2 + last.share_3
-    rows = runs[['run', 'arm', 'tokens', 'test_loss']].merge(last, on='run')
+    rows = runs[['run', 'seed', 'arm', 'tokens', 'test_loss']].merge(last, on='run')
     lines = []
     for (tokens, arm), part in rows.groupby(['tokens', 'arm'], sort=False):
-        cells = [mean_and_range(part[column], digits) for column, digits in GAIN.values()]
+        cells = [by_seed(part, column, digits) for column, digits in GAIN.values()]
         if arm == 'without':
             cells[-2:] = ['', '']
-        lines.append([f'{tokens:,} tokens, {arm}', mean_and_range(part.test_loss, 2), *cells])
+        lines.append([f'{tokens:,} tokens, {arm}', by_seed(part, 'test_loss', 2), *cells])
     return markdown(lines, ['', 'test loss', *GAIN])
 
 
