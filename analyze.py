@@ -38,20 +38,19 @@ from train import check, read_json, save
 
 POSITIONS = 131_072  # how many test positions of a run are measured, or all if it has fewer
 STATISTICS = 'statistics_v11.json'  # in a run's folder; a new name if what is measured changes
-TOOLS = Path(__file__).parent / 'tools'
 TINY = torch.finfo(torch.float32).tiny  # so that nothing is divided by 0
 
 
 # -------- the quantities of Section 3
 def norm_ratios(E):
-    """E (V, H) -> r_emb = |e*_i| / |e_i| of each token, (V,), but for rows of zeros (padding)."""
+    """E (V, H) -> r_emb = |e*_i| / |e_i| of each token, (V,), except for rows of zeros."""
     norms = E.norm(dim=1)
     norms_centered = (E - E.mean(dim=0)).norm(dim=1)
     return (norms_centered / norms)[norms > 0]
 
 
 def largest_product(h, X):
-    """h (N, H), X (V, H) -> max_i |x_i . h| of each position, (N,), without a copy of them all."""
+    """h (N, H), X (V, H) -> max_i |x_i . h| of each h, (N,), without a second (N, V) tensor."""
     return torch.linalg.vector_norm(h @ X.T, ord=math.inf, dim=1).clamp_min(TINY)
 
 
@@ -68,7 +67,7 @@ def centering_ratios(h, E):
 
 
 def measure_embeddings(E):
-    """What E (V, H) alone tells: |mu|, the mean's share V |mu|^2 / |E|_F^2, and r_emb."""
+    """E (V, H) -> what E alone tells: |mu|, the mean's share V |mu|^2 / |E|_F^2, and r_emb."""
     mu = E.mean(dim=0)
     share = len(E) * mu.square().sum() / E.square().sum()
     r_emb = norm_ratios(E).double().mean()
@@ -84,7 +83,7 @@ def concatenate(parts):
 def measure_positions(gpt, windows):
     """
     A GPT and test windows (n, T + 1) int64 -> a dict of statistics of each position, (n T,) each:
-    those of head_loss, but reg; bf16_cost, the loss with BF16 logits minus the one with fp32
+    head_loss's statistics except reg; bf16_cost, the loss with BF16 logits minus the one with fp32
     logits of the same weights; and centering_ratios, which are of e_i . h alone.
     """
     gpt.eval()
@@ -169,13 +168,16 @@ def measure_run(run):
     Measures the checkpoints of a run, a dict of its settings whose `run` is its folder, or a .pt
     file -> {file name: its sha256 and what measure_checkpoint returns}, and notes on what cannot
     be measured. The numbers are kept in the folder: a file is measured again only if it has
-    changed, and they stay when a file is gone or too large to copy.
+    changed, and they stay when a file is gone or too large to copy, but for the ckpt.pt of a run
+    that has ended.
     """
     path = Path(run['run'])
     files = sorted([*path.glob('model*.pt'), *path.glob('ckpt.pt')])
     if path.suffix == '.pt':
         files = [path]
     measured = read_json(path / STATISTICS)
+    if not run['status'] and path / 'ckpt.pt' not in files:
+        measured.pop('ckpt.pt', None)
     windows = load_windows(run['data'], run['block_size'], run['test_tokens'])
 
     notes = []
@@ -188,7 +190,8 @@ def measure_run(run):
 
             print(f'measuring {file}', flush=True)
             measured[file.name] = {'sha256': sha256, **measure_checkpoint(file, windows)}
-            # not the weights' alone, as the data may come back; others' runs may be read-only
+            # Results of the weights alone are not kept, as the data may come back. The folder may
+            # be read-only.
             if windows is not None and path.is_dir() and os.access(path, os.W_OK):
                 save(measured, f'{path}/{STATISTICS}')
         except Exception as error:  # of many kinds: another model, a damaged file
@@ -203,15 +206,16 @@ RESULTS = '''
     model_step mu_norm mean_share logit_mean logit_mean_spread logit_std
     logit_absmax logit_max cos_mu_h r_emb r_cos r_log r_emb_below_1 r_cos_below_1 r_log_below_1_too
     bf16_cost train_seconds tokens_per_second device processes commit'''.split()
-REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # others may be absent: unknown
+# Of a csv. Other columns may be absent: a seed, a λ and a flag of IN_NAMES then count as the
+# default, and all else as unknown.
+REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']
 ADDED = ['status', 'setting', 'variant', 'capped_loss']  # not in results.csv
 FLAGS = vars(train.parser.parse_args([]))  # {flag, which a fork may add: its default}
 FLAGS |= {'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}  # the paper's, not the machine's
 
-# Runs of one size and tying share these, or they are not compared.
+# Of one size and tying, only runs equal in these are compared.
 COMPARABLE = ['data_fingerprint', 'steps', 'vocab_size', 'test_tokens']
-# A run's name tells each flag in which runs differ, also one that a fork adds, but not these, of
-# which some have columns of their own, and others change no number.
+# Flags that never appear in a run's name: they have a column of their own, or change no number.
 NOT_IN_NAMES = {*COMPARABLE, 'method', 'lam', 'size', 'weight_tying', 'lr', 'seed',
                 *train.MAY_CHANGE}
 IN_NAMES = [flag for flag in FLAGS if flag not in NOT_IN_NAMES]
@@ -245,8 +249,8 @@ def flags_of(runs):
 
 def name_runs(runs):
     """
-    Adds each run's name, `variant`: its method, its λ if that is not the default, `setting`, the
-    flags in which runs differ and that are not at their defaults, and its status.
+    Adds each run's name, `variant`: the method, λ if it is not the default, `setting` (the flags
+    in which runs differ and that are not at their defaults), then the status.
     """
     setting = pd.Series('', runs.index, dtype=str)
     for flag, values in flags_of(runs).items():
@@ -339,6 +343,7 @@ def find_runs(paths):
         if top.endswith('.pt'):
             found[Path(top).resolve()] = Path(top)
         configs = glob.glob(f'{glob.escape(top)}/**/config.json', recursive=True)
+        check(configs or top.endswith('.pt'), f'{top}: no run is there')
         for config in sorted(configs, key=len):  # of several links to a run, the shortest path
             folder = Path(config).parent
             found.setdefault(folder.resolve(), folder)
@@ -409,7 +414,7 @@ def read_sweep(paths):
             for name, values in last['distributions'].items():
                 distributions.append({'run': run['run'], 'quantity': name, **values})
 
-        # a sample of the test text differs by less
+        # sampling alone shifts the loss by less than 5%
         loss = numbers.pop('cross_entropy', math.nan)
         if abs(loss / (run.get('test_loss') or math.nan) - 1) > 0.05:
             notes.append(f'{path}: measured on its --data, its loss is {loss:.4f}, which is not '
@@ -435,8 +440,8 @@ def read_sweep(paths):
 # -------- which runs are compared, and how they are marked
 def comparable(runs):
     """
-    The runs that are compared: of those that have ended, for each size and tying, the most that
-    are alike in COMPARABLE, each once. And [a note on the others].
+    The runs that are compared: of those that have ended, for each size and tying, the largest
+    group of runs with equal COMPARABLE columns, without duplicates. And [a note on the others].
     """
     ended = runs[runs.status == '']
     alike = []
@@ -494,22 +499,24 @@ def with_marks(runs):
     return runs.assign(behind=behind.where(is_finite, 1.0))
 
 
-# -------- learning rate sensitivity, of the rows of a table
-ROW_OF_METHODS = ['weight_tying', 'size']  # of Tables 2 and 5: the cells are variants
-ROW_OF_LAM = ['weight_tying', 'size', 'method', 'setting']  # of Table 4: the cells are λ
+# -------- learning rate sensitivity, of the lines of a table
+LINE_OF_METHODS = ['weight_tying', 'size']  # of Tables 2 and 5: the cells are variants
+LINE_OF_LAM = ['weight_tying', 'size', 'method', 'setting']  # of Table 4: the cells are λ
 MIN_RATES = 3  # with fewer learning rates a variant has no LRS
 MIN_LEARNED = 0.1  # nats below its initial loss, or a run learned nothing
 LRS_COLUMNS = '''size weight_tying variant method lam n_params lrs lrs_n1 paper n_rates rates
                  behind seeds lrs_n1_lowest lrs_n1_highest'''.split()  # of lrs.csv
+TOOLS = Path(__file__).parent / 'tools'
 PAPER_RATES = '0.0003 0.001 0.003 0.01 0.03 0.1 0.3'  # Eq. 18
 PAPER_LRS = pd.read_csv(TOOLS / 'paper_lrs.csv', index_col=['tying', 'size', 'variant'])
 
 
 def in_common(runs):
     """
-    The runs of a row that LRS is computed from: at the learning rates that all of its variants
+    The runs of a line that LRS is computed from: at the learning rates that all of its variants
     have, and of the seeds that all of them have at these rates. Without variants of fewer than
-    three rates, or of half as many as another, which would take away most of the others' runs.
+    three rates, or at most half as many as another, which would take away most of the others'
+    runs.
     """
     n_rates = runs.groupby('variant').lr.transform('nunique')
     runs = runs[(n_rates >= MIN_RATES) & (2 * n_rates > n_rates.max())]
@@ -525,12 +532,12 @@ def listed(values):
 
 
 def notes_on_left_out(runs, common):
-    """The runs of a row, and in_common of them -> [a note if any is left out]."""
+    """The runs of a line, and in_common of them -> [a note if any is left out]."""
     first = runs.iloc[0]
     where = f'{first["size"]}, {TYING[first.weight_tying]}'
     if common.empty:
-        return [f'No LRS of {where} ({", ".join(runs.variant.unique())}): it needs {MIN_RATES} '
-                'learning rates of one seed, which all variants with as many have.']
+        return [f'No LRS of {where} ({", ".join(runs.variant.unique())}): it needs at '
+                f'least {MIN_RATES} learning rates, with one seed, that all variants share.']
     left_out = []
     for variant, part in runs.drop(common.index).groupby('variant', sort=False):
         left_out.append(f'{variant} ({len(part)})')
@@ -544,12 +551,13 @@ def notes_on_left_out(runs, common):
 
 def sums_above_lowest(runs):
     """
-    The runs of a row -> sums over the learning rates of min(L, L0) - min L, in nats, n times Eq.
-    21: a row for each seed, a column for each variant. NaN if a seed learned something at none of
-    the rates: its losses hardly vary, and it would score about 0, the best.
+    The runs of a line -> sums over the learning rates of min(L, L0) - min L, in nats, Eq. 21
+    without dividing by n: a row for each seed, a column for each variant. NaN if a seed learned
+    something at none of the rates: its losses hardly vary, and it would score about 0, the best;
+    or if a loss is not finite and L0 is unknown.
     """
     losses = runs.pivot(index='lr', columns=['variant', 'seed'], values='capped_loss')
-    sums = (losses - losses.min()).sum(skipna=False)
+    sums = (losses - losses.min()).sum(skipna=False).replace(math.inf, math.nan)
     initial = runs.groupby(['variant', 'seed']).init_loss.min()
     nothing_learned = losses.min() - initial >= -MIN_LEARNED
     return sums.mask(nothing_learned).unstack('variant')
@@ -575,12 +583,12 @@ def lowest_lrs(lrs):
 
 def published_lrs(row):
     """The number of the paper's Tables 2, 4 and 5 for a row of lrs.csv; NaN if they have none."""
-    if row.rates != PAPER_RATES:
+    if row.rates != PAPER_RATES or row.steps != 100_000:
         return math.nan
     return PAPER_LRS.lrs.get((TYING[row.weight_tying], row.size, row.variant), math.nan)
 
 
-def lrs_of_row(runs):
+def lrs_of_line(runs):
     """Runs of the same learning rates and seeds -> a row of lrs.csv for each variant."""
     n = runs.lr.nunique()
     sums = sums_above_lowest(runs)
@@ -602,10 +610,10 @@ def lrs_of_row(runs):
     return table
 
 
-def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
+def learning_rate_sensitivity(runs, by=LINE_OF_METHODS):
     """
-    Computes LRS, in nats, of each variant in each row of a table; the runs of a row agree in the
-    columns `by`. What is in a row is compared, see in_common. LRS are means over seeds: `lrs` is
+    Computes LRS, in nats, of each variant in each line of a table; the runs of a line agree in the
+    columns `by`. What is in a line is compared, see in_common. LRS are means over seeds: `lrs` is
     the mean over n learning rates of min(L, L0) - min L (Eq. 21), `lrs_n1` their sum / (n - 1), as
     in the published tables; `paper` is what those have. `behind` is 1 if with_marks marks the
     variant at one or more of the rates, `lowest` is for bold. Returns the rows of lrs.csv with the
@@ -618,7 +626,7 @@ def learning_rate_sensitivity(runs, by=ROW_OF_METHODS):
         common = in_common(part)
         notes += notes_on_left_out(part, common)
         if len(common):
-            tables.append(lrs_of_row(common))
+            tables.append(lrs_of_line(common))
     if not tables:
         return pd.DataFrame(columns=columns), notes
     return pd.concat(tables, ignore_index=True), notes
@@ -720,7 +728,9 @@ def make_headlines(runs, lrs):
 
 def notes_on_largest_mean(runs):
     """[a note on the run of the largest mean logit, and on what BF16 logits cost there], or []."""
-    means = runs.logit_mean.dropna()
+    # a run that was not finite has statistics of its last checkpoint, even of step 0
+    not_finite = (runs.status == '') & runs.test_loss.isna()
+    means = runs.logit_mean[~not_finite].dropna()
     if means.empty:
         return []
     run = runs.loc[means.abs().idxmax()]
@@ -728,7 +738,7 @@ def notes_on_largest_mean(runs):
             f'{TYING[run.weight_tying]}, at η = {run.lr:g}.')
     if not math.isnan(run.bf16_cost):
         cost = round(run.bf16_cost, 2) + 0.0  # never -0.00
-        note += f' With BF16 logits its loss is {cost:.2f} nats above that with fp32 logits.'
+        note += f' With BF16 logits its loss differs by {cost:+.2f} nats from that with fp32.'
     return [note]
 
 
@@ -774,25 +784,30 @@ def main(argv=None):
         distributions = read_side_table(args.results, 'distributions', runs)
         checkpoints = read_side_table(args.results, 'checkpoints', runs)
 
-    # what is compared
     own_columns = [name for name in runs if name not in KNOWN]
     compared, not_compared = comparable(runs)
     is_left = (runs.status == '') & ~runs.index.isin(compared.index)
     runs.loc[is_left, 'variant'] += ', not compared'
     runs = report.with_looks(runs)
     compared = runs.loc[compared.index]
-    runs = runs.assign(behind=with_marks(compared).behind)
 
-    of_methods = of_default_lam(compared)
-    of_lam = of_several_lam(compared)
+    # each with the marks among its own runs; a note that several have is given once
+    of_methods = with_marks(of_default_lam(compared))
     lrs_methods, left_out = learning_rate_sensitivity(of_methods)
-    lrs_lam, also_left_out = learning_rate_sensitivity(of_lam, ROW_OF_LAM)
+    where = dict.fromkeys(left_out, 'Table of methods')
+
+    of_lam = with_marks(of_several_lam(compared))
+    lrs_lam, left_out = learning_rate_sensitivity(of_lam, LINE_OF_LAM)
+    for note in left_out:
+        where.setdefault(note, 'Tables of λ')
+
+    # Figure 8 compares all λ of all methods
+    lrs_figure, left_out = learning_rate_sensitivity(of_lam)
+    for note in left_out:
+        where.setdefault(note, 'Figure of λ')
+
     lrs = pd.concat([lrs_methods.assign(table='methods'), lrs_lam.assign(table='λ')])
     write_csv(out / 'lrs.csv', lrs[[*LRS_COLUMNS, 'table']])
-
-    of_methods = with_marks(of_methods)
-    of_lam = with_marks(of_lam)
-    lrs_figure, _ = learning_rate_sensitivity(of_lam)  # Figure 8 compares all λ of all methods
 
     # in the order of the page
     items = report.authors_tables(beside_the_authors(runs[runs.status == '']))
@@ -805,10 +820,12 @@ def main(argv=None):
     items += report.seed_tables(compared)
     items += report.curve_figures(runs, curves)
     items += report.checkpoint_figures(runs, checkpoints)
+    runs = runs.assign(behind=with_marks(compared).behind)
     items.append(report.run_table(runs, own_columns))
 
     headlines = make_headlines(compared, lrs_methods)
-    notes = [*notes_on_largest_mean(runs), *left_out, *also_left_out, *not_compared, *notes]
+    left_out = [f'{place}: {note}' for note, place in where.items()]
+    notes = [*notes_on_largest_mean(runs), *left_out, *not_compared, *notes]
     unfinished = runs[runs.status == 'not finished'].run
     if len(unfinished):
         notes.append(f'Not finished: {", ".join(unfinished)}')

@@ -280,6 +280,9 @@ def test_lrs_against_size(complete, drawn):
     for without in ([row for row in rows if row['size'] == '16M'], [{**row, 'n_params': ''} for row in rows],
                     [row for row in rows if row['lr'] > 0.05], half_done):
         assert not [name for name in drawn(results=without) if name.startswith('lrs_')]
+    other_rate = [{**row, 'lr': 0.2} if (row['size'], row['lr']) == ('16M', 0.1) else row for row in rows]
+    (ax,) = drawn(results=other_rate)['lrs_tied'].axes
+    assert [x for _, x, _ in lines_on(ax)] == 2 * [[*SIZES.values()]]
 
 
 def test_scale():
@@ -371,7 +374,10 @@ def test_distributions(complete, drawn):
     second = [{**row, 'run': f'{row["run"]}b', 'beta2': 0.9, 'lr': row['lr'] / 2} for row in rows
               if row['method'] == 'baseline']
     both = drawn(results=broken + second, distributions=made_up_distributions(rows + second))
-    assert {lr for lr, *_ in bars_on(both['r_emb_tied'].axes[0])} == {*RATES[:-1]}  # finite, first variant
+    assert {lr for lr, *_ in bars_on(both['r_emb_tied'].axes[0])} == {*RATES[:-1]}  # finite, at the defaults
+    third = [{**row, 'run': f'{row["run"]}c', 'beta2': 0.99} for row in second]
+    tables = dict(results=second + third, distributions=made_up_distributions(second + third))
+    assert {'r_emb_tied_beta2_0.9', 'r_cos_tied_beta2_0.9'} < {*drawn(**tables)}
     for without in ({'results': rows}, {'results': others, 'distributions': made_up_distributions(rows)}):
         assert not {'r_emb_tied', 'r_cos_tied'} & {*drawn(**without)}
 
@@ -422,7 +428,10 @@ def test_lrs_beside_the_papers(complete, tmp_path):
     one_size = [row for row in some_runs() if row['size'] == '16M']
     other_rates = [row for row in one_size if row['lr'] < 0.3]
     other_size = [{**row, 'size': '1B', 'n_params': 10**9} for row in one_size]
-    for rows, known in ((one_size, True), (other_rates, False), (other_size, False)):
+    shorter = [{**row, 'steps': 1000} for row in one_size]
+    unknown = [{**row, 'steps': ''} for row in one_size]
+    for rows, known in ((one_size, True), (other_rates, False), (other_size, False), (shorter, False),
+                        (unknown, False)):
         lines = [line for table in tables_of(rows, tmp_path).values() for line in table]
         assert ("the paper's" in [line.get('LRS') for line in lines]) == known
 

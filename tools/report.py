@@ -99,12 +99,14 @@ OF_LRS = '''Lower is better. In nats: how far the test losses at n learning rate
     several seeds: means [lowest, highest]. The cells of a line are over the same n learning rates
     and the same seeds. Bold: the lowest, if no other has a seed as low as its highest; of one seed
     it may be chance. Underlined: within 1% of the lowest test loss of the line's variants at every
-    learning rate. -: no such runs, nothing learned, or not in the paper, whose runs had one seed
-    and 100,000 steps of 64 x 2,048 tokens.'''
+    learning rate. -: no such runs, nothing learned, a loss that is not finite where the one at
+    initialisation is unknown, or not in the paper, whose runs had one seed and 100,000 steps of
+    64 x 2,048 tokens.'''
 OF_OVERHEAD = '''A method's training time above the baseline's of the same size, device and
-    processes: means over learning rates, seeds and λ. Left out: runs of less than ten minutes, a
-    method of one run, or whose times differ by 10% or more. The paper's: on four A100.
-    `python -m tools.bench` compares methods side by side. (Table 6)'''
+    processes: means over learning rates, seeds and λ, also of runs that differ in --threads,
+    --compile or --micro_batch_size. Left out: runs of less than ten minutes, a method of one run,
+    or whose times differ by 10% or more. The paper's: on four A100. `python -m tools.bench`
+    compares methods side by side. (Table 6)'''
 OF_SEEDS = '''In nats, means over the seeds that both have [lowest, highest]; -: fewer than two
     such seeds. Below 0, the method is better. A loss above the one at initialisation counts as
     that one.'''
@@ -196,11 +198,13 @@ def authors_tables(runs):
             theirs = run[f'{name}_of_theirs']
             if math.isnan(theirs):
                 continue
+            # a run that was not finite has statistics of its last checkpoint, even of step 0
+            ours = math.nan if math.isnan(run['test_loss']) else run[name]
             text = FORMATS[name]
             signed = text.replace(':', ':+')
-            lines.append({**where, 'quantity': word, 'here': text.format(run[name]),
+            lines.append({**where, 'quantity': word, 'here': text.format(ours),
                           "the authors'": text.format(theirs),
-                          'difference': signed.format(run[name] - theirs)})
+                          'difference': signed.format(ours - theirs)})
     if not lines:
         return []
     rows = pd.DataFrame(lines).replace({'nan': '-', '+nan': '-'})
@@ -239,8 +243,8 @@ TITLES = {
     'training': 'Training curves',
     'checkpoints': 'Checkpoints'}
 CAPTIONS = {
-    'summary': '''The first size, of the baseline, μ-loss and μ-centering those that ran. Filled:
-        as in the figure of the test loss.''',
+    'summary': '''The first size, and whichever of the baseline, μ-loss and μ-centering ran.
+        Filled: as in the figure of the test loss.''',
     'loss': f"Below: each size at the two largest rates. {FILLED} (The paper's Figures 2 and 9)",
     'lrs': '''LRS is the sum / (n - 1) of the table, whose underlined cells are not filled here.
         Points: means over seeds; bars: lowest to highest. Without sizes of fewer learning rates.
@@ -413,10 +417,9 @@ def draw_lrs(ax, lrs):
 
 
 def drawable(lrs):
-    """Rows of lrs.csv with a known number of parameters, over the most rates there are."""
+    """Rows of lrs.csv with a known number of parameters, over the most rates that any has."""
     lrs = lrs.dropna(subset='n_params')
-    most = max(lrs.rates, key=lambda rates: rates.count(' '), default='')
-    return lrs[lrs.rates == most]
+    return lrs[lrs.n_rates == lrs.n_rates.max()]
 
 
 def lrs_against_size(lrs):
@@ -529,7 +532,8 @@ def distribution_figures(runs, distributions, tying):
     """Figures 11 and 12, of rows of distributions.csv of the baseline."""
     baseline = runs[(runs.weight_tying == tying) & (runs.method == 'baseline')]
     baseline = baseline[baseline.test_loss.notna()]
-    baseline = baseline[baseline.variant == baseline.variant.min()]  # the shortest name
+    setting = baseline.setting.min()  # '' if it ran at the defaults
+    baseline = baseline[baseline.setting == setting]
     if distributions.empty or baseline.lr.nunique() < 2:
         return []
     rows = baseline[['run', 'size', 'lr', 'behind']].merge(distributions, on='run')
@@ -544,7 +548,7 @@ def distribution_figures(runs, distributions, tying):
             for ax, quantity in zip(axes[i], quantities, strict=True):
                 draw_boxes(ax, of_size[of_size.quantity == quantity], quantity)
                 ax.set_title(size, loc='left')
-        figures.append(to_png(name, TYING[tying], figure))
+        figures.append(to_png(name, TYING[tying] + setting, figure))
     return figures
 
 
