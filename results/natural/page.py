@@ -433,7 +433,9 @@ def draw_slow_gain():
             draw_curve(right, norms, run.run, 'gain_1', color=color)
             draw_curve(right, norms, run.run, 'gain_median', color=color, linestyle='--')
         left.set(title=f'learning rate {rate:g}', ylabel='mean logit')
-        right.set(ylabel='gain of the largest (dashed: others)', ylim=(-0.1, 1.1))
+        right.set(title='gain of the largest dimension; dashed: others', ylim=(-0.1, 1.1))
+        for ax in (left, right):
+            ax.xaxis.set_major_formatter('{x:,.0f}')
     for ax in axes[-1]:
         ax.set_xlabel('step')
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False)
