@@ -342,6 +342,13 @@ def test_slurm_with_several_nodes(tmp_path):
     assert 'line 2' in done.stderr
 
 
+def test_nothing_to_analyse(runs):
+    """All runs fail before they begin: the line that names them is what is left."""
+    runs.add()
+    status, _, analysed = runs.call(act="sys.exit('error: no luck')")
+    assert 'r0' in status and not analysed
+
+
 def test_done_by_another_runner(runs):
     """Two runners of one list at once: a run that the other one has done meanwhile has not failed."""
     runs.add()

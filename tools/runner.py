@@ -124,8 +124,10 @@ def main(argv=None):
         sys.exit('stopped; the same command resumes')
 
     failed = [run.out.name for run in todo if not is_done(run)]
-    folders = {str(run.out.parent) for run in runs}
-    analyze.main(sorted(folders))
+    begun = [run for run in runs if is_done(run) or (run.out / 'config.json').exists()]
+    if begun:
+        folders = {str(run.out.parent) for run in begun}
+        analyze.main(sorted(folders))
     if failed:
         sys.exit(f'not done, see their run.log; the same command resumes them: {" ".join(failed)}')
 
