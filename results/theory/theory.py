@@ -65,4 +65,4 @@ def figure_7():
 
 if __name__ == '__main__':
     for draw in (figure_1, figure_6, figure_7):
-        draw().savefig(Path(__file__).with_name(f'{draw.__name__}.png'), dpi=90)
+        draw().savefig(Path(__file__).with_name(f'{draw.__name__}.png'), dpi=75)
