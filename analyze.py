@@ -536,7 +536,7 @@ def notes_on_left_out(runs, common):
     first = runs.iloc[0]
     where = f'{first["size"]}, {TYING[first.weight_tying]}'
     if common.empty:
-        return [f'No LRS of {where} ({", ".join(runs.variant.unique())}): it needs at '
+        return [f'No LRS of {where} ({"; ".join(runs.variant.unique())}): it needs at '
                 f'least {MIN_RATES} learning rates, with one seed, that all variants share.']
     left_out = []
     for variant, part in runs.drop(common.index).groupby('variant', sort=False):
