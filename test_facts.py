@@ -68,7 +68,10 @@ def token_batch(seed):
 
 
 def train_steps(gpt, method, n, lr=0.01, grad_clip=1.0, before_update=lambda: None):
-    """n steps of train.train_step at one learning rate; yields the statistics and gradient norm of each."""
+    """
+    n steps of train.train_step at one learning rate; yields the statistics and gradient norm of each. The
+    optimizer is not train.make_model's, which tests/test_step.py covers.
+    """
     flags = f'--method={method} --lam=0.3 --lr={lr} --min_lr={lr} --warmup=0 --grad_clip={grad_clip}'
     args = train.parser.parse_args(flags.split())
     optimizer = torch.optim.AdamW(gpt.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -340,6 +343,17 @@ def test_step_equation(method, tying):
             own_method = method if p is gpt.E else 'baseline'
             expected[p] = equations_step(own_method, expected[p], m_hat, v_hat, lr=0.01, lam=0.3)
             close(p.detach(), expected[p], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize('method', [method for method in METHODS if method != 'baseline'])
+def test_is_not_the_baseline(method):
+    """Not even its last bits are: a name in METHODS that no code reads would train the baseline."""
+    ends = []
+    for name in ('baseline', method):
+        gpt = tiny_gpt(name)
+        list(train_steps(gpt, name, 2))
+        ends.append(gpt.E)
+    assert not torch.equal(*ends)
 
 
 # -------- what the paper claims

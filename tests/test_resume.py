@@ -22,7 +22,7 @@ from small_runs import SMALL, assert_same, at_step, load, log_of, shard, state_o
 
 
 def flags_of(corpus, out, *more):
-    return [*SMALL, '--method=coupled_adam', '--weight_tying', '--lr=3e-2', '--steps=4', '--ckpt_every=3',
+    return [*SMALL, '--method=mu_centering', '--lr=3e-2', '--steps=4', '--ckpt_every=3',
             '--eval_every=2', '--keep_every=2', f'--data={corpus}', f'--out={out}', *more]
 
 
@@ -241,15 +241,15 @@ class TwoOptimizers:
         others = [p for p in model.parameters() if not any(p is q for q in blocks)]
         self.both = torch.optim.Muon(blocks, lr=args.lr), torch.optim.AdamW(others, lr=args.lr)
         self.rates = []
-        self.join()
 
-    def join(self):
-        self.param_groups = [group for optimizer in self.both for group in optimizer.param_groups]
+    @property
+    def param_groups(self):  # load_state_dict makes new ones: a list would be out of date
+        return [group for optimizer in self.both for group in optimizer.param_groups]
 
     def step(self):
         for optimizer in self.both:
             optimizer.step()
-        self.rates.append([group['lr'] for optimizer in self.both for group in optimizer.param_groups])
+        self.rates.append([group['lr'] for group in self.param_groups])
 
     def state_dict(self):
         return {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.both)}
@@ -257,7 +257,6 @@ class TwoOptimizers:
     def load_state_dict(self, saved):
         for i, optimizer in enumerate(self.both):
             optimizer.load_state_dict(saved[str(i)])
-        self.join()
 
 
 def with_optimizer(monkeypatch, make_optimizer):
@@ -333,6 +332,16 @@ def test_rate_of_ones_own(trained, monkeypatch):
     """A group's own rate, which the schedule would overwrite, is an error before the first step."""
     with_optimizer(monkeypatch, lambda model, args: torch.optim.AdamW(model.parameters(), lr=2 * args.lr))
     with pytest.raises(AssertionError, match='lr_scale'):
+        trained('run', '--steps=1')
+
+
+@pytest.mark.parametrize('choose', [lambda p: p[1:], lambda p: [*p, p[0]]])
+@pytest.mark.filterwarnings('ignore:optimizer contains a parameter group with duplicate')
+def test_parameters_of_ones_own(trained, monkeypatch, choose):
+    """A parameter that the optimizer lacks would never train; one that it has twice takes two steps."""
+    with_optimizer(monkeypatch, lambda model, args: torch.optim.AdamW(
+        choose([*model.parameters()]), lr=args.lr))
+    with pytest.raises(AssertionError, match='lacks a parameter'):
         trained('run', '--steps=1')
 
 
