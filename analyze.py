@@ -427,7 +427,8 @@ def read_sweep(paths):
                      f'there: {", ".join(without_data)}')
 
     # None -> NaN, so that columns of numbers are floats
-    runs = complete(pd.DataFrame(rows).fillna(math.nan).infer_objects())
+    runs = pd.DataFrame(rows)
+    runs = complete(runs.where(runs.notna(), math.nan).infer_objects())
     checkpoints = []
     for run in runs[OF_CHECKPOINT].to_dict('records'):
         files = measured[run['run']]
@@ -806,8 +807,9 @@ def main(argv=None):
     for note in left_out:
         where.setdefault(note, 'Figure of λ')
 
-    lrs = pd.concat([lrs_methods.assign(table='methods'), lrs_lam.assign(table='λ')])
-    write_csv(out / 'lrs.csv', lrs[[*LRS_COLUMNS, 'table']])
+    rows = lrs_methods.assign(table='methods').to_dict('records')
+    rows += lrs_lam.assign(table='λ').to_dict('records')
+    write_csv(out / 'lrs.csv', pd.DataFrame(rows, columns=[*LRS_COLUMNS, 'table']))
 
     # in the order of the page
     items = report.authors_tables(beside_the_authors(runs[runs.status == '']))

@@ -325,7 +325,7 @@ def scale(ax, values):
     A y axis that is logarithmic, if the largest value is over 10, and over ten times the median:
     beyond 1 in size or, where there are negative values, beyond 100.
     """
-    sizes = values.abs()
+    sizes = values.abs().dropna()
     if sizes.max() > 10 * max(1, sizes.median()):
         linear_up_to = 1 if values.min() >= 0 else 100
         # before lines are drawn, or the margins would be too large
