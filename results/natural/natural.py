@@ -153,7 +153,8 @@ def measure(path, config):
 def measure_last_norm(path, config):
     """
     Where the energy of the last LayerNorm's output lies before its gain, and what the gain makes of it,
-    over 8,192 test positions. The largest three dimensions are numbered from 1 on; gains are without sign.
+    over 8,192 test positions. The largest four dimensions are numbered from 1 on; gains are without sign, and
+    their median is that of all but the largest three.
     """
     gpt = model.GPT(model.gpt_config(config))
     gpt.load_state_dict(train.read_checkpoint(path)['model'])
@@ -176,7 +177,7 @@ def measure_last_norm(path, config):
                'cos_mu_mean_n': torch.cosine_similarity(mean_n, mu, dim=0),
                'constant_share': mean_n.square().sum() / energy.sum(),  # 1 if n is the same everywhere
                'gain_median': gain[order[3:]].median()}
-    for i in range(3):
+    for i in range(4):
         numbers |= {f'share_{i + 1}': share[i], f'gain_{i + 1}': gain[order[i]]}
     return {name: value.item() for name, value in numbers.items()}
 

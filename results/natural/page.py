@@ -190,26 +190,14 @@ def methods_table():
     return markdown(lines, ['', 'test loss', 'mean logit', '‖μ‖', 'largest training loss'])
 
 
-def takes_table():
-    """Test losses of the baseline with BF16 and with fp32 logits, one seed."""
-    rows = read('takes')
-    rows['changed'] = rows.arm.str.removesuffix('; fp32 logits')
-    lines = []
-    for changed, pair in rows.groupby('changed', sort=False):
-        is_fp32 = pair.arm.str.endswith('; fp32 logits')
-        (bf16,) = pair[~is_fp32].itertuples()
-        (fp32,) = pair[is_fp32].itertuples()
-        lines.append([changed, f'{bf16.test_loss:.2f}', f'{fp32.test_loss:.2f}', f'{bf16.logit_mean:.0f}'])
-    return markdown(lines, ['changed', 'BF16 logits', 'fp32 logits', 'mean logit, BF16'])
-
-
 def last_of(rows):
     """The last checkpoint of each run, of rows of last_norm.csv."""
     return rows.sort_values('step').groupby('run', as_index=False).tail(1)
 
 
+SHARES = ['share_1', 'share_2', 'share_3', 'share_4']
 GAIN = {'mean logit': ('logit_mean', 0), '‖h‖': ('h_norm', 2), 'cos(μ, h)': ('cos_mu_h', 2),
-        'energy in three dimensions': ('share', 4), 'gain of the largest': ('gain_1', 4),
+        'energy in four dimensions': ('share', 4), 'gain of the largest': ('gain_1', 4),
         'median gain of the others': ('gain_median', 2)}
 
 
@@ -218,7 +206,7 @@ def gain_table():
     runs = read('gain')
     runs['tokens'] = runs.batch_size * runs.block_size
     last = last_of(read('gain', 'last_norm')).drop(columns='seed')
-    last['share'] = last.share_1 + last.share_2 + last.share_3
+    last['share'] = last[SHARES].sum(axis=1)
     rows = runs[['run', 'seed', 'arm', 'tokens', 'test_loss']].merge(last, on='run')
     lines = []
     for (tokens, arm), part in rows.groupby(['tokens', 'arm'], sort=False):
@@ -264,11 +252,14 @@ def rare_table():
 
 
 def decay_table():
-    """Weight decay by Eq. 2 and with the schedule, beside the baseline; the first two are the grid's."""
+    """Weight decay by Eq. 2, which the grid has at 0.3, and with the schedule, beside the baseline."""
     grid = read_grid('grid')
-    arms = {'baseline': grid[grid.name == 'baseline'],
-            'weight decay, Eq. 2': grid[grid.name == 'weight decay'],
-            'weight decay, λ η_t / η': read('decay')}
+    again = read('again')
+    decay = read('decay')
+    eq_2 = [decay[decay.arm == 'Eq. 2'], grid[(grid.name == 'weight decay') & (grid.lr == 0.3)]]
+    arms = {'baseline': again[again.arm == 'baseline'],
+            'weight decay, Eq. 2': pd.concat(eq_2),
+            'weight decay, λ η_t / η': decay[decay.arm == 'with the schedule']}
     lines = []
     for name, rows in arms.items():
         cells = []
@@ -287,7 +278,6 @@ TABLES = {
     'fact_3': fact_3_table,
     'cause': cause_table,
     'methods': methods_table,
-    'takes': takes_table,
     'gain': gain_table,
     'slow_gain': slow_gain_table,
     'rare': rare_table,
@@ -394,8 +384,8 @@ def draw_gain():
     runs = read('gain')
     runs['tokens'] = runs.batch_size * runs.block_size
     rows = read('gain', 'last_norm')
-    rows['share'] = rows.share_1 + rows.share_2 + rows.share_3
-    panels = {'share': 'energy in three dimensions', 'gain_1': 'gain of the largest dimension',
+    rows['share'] = rows[SHARES].sum(axis=1)
+    panels = {'share': 'energy in four dimensions', 'gain_1': 'gain of the largest dimension',
               'gain_median': 'median gain of the others', 'h_norm': '‖h‖', 'cos_mu_h': 'cos(μ, h)',
               'logit_mean': 'mean logit'}
     figure, axes = plt.subplots(2, 3, figsize=(10, 5.4), layout='constrained', sharex=True)
