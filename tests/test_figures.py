@@ -1,9 +1,8 @@
-"""The paper's figures and tables of runs, of a made-up sweep, and checkpoints of small runs, by hand."""
+"""The paper's figures and tables of runs, of a made-up sweep, and the figures of checkpoints."""
 import base64
-import itertools
 import math
 import re
-import shutil
+from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -11,613 +10,440 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
 import analyze
-from conftest import refused
 from model import GPT, gpt_config
+from test_analysis import analysed
 from tools import report
 
+# -------- a made-up sweep with all that the paper ran, but for some sizes and values of λ
 RATES = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1]
 SIZES = {'16M': 15_572_480, '221M': 220_800_000}
-LAMS = {  # of each method
-    'baseline': [None], 'weight_decay': [1e-4], 'z_loss': [1e-4, 0.1], 'soft_capping': [None],
-    'mu_loss': [1e-4, 100.0], 'mu_centering': [None]}
 SEEDS = [1, 2]
-QUANTITIES = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
+VARIANTS = {  # method, λ, how its loss rises with the learning rate: of the lowest it does not
+    'baseline': ('baseline', None, 9), 'weight decay': ('weight_decay', 1e-4, 8),
+    'z-loss': ('z_loss', 1e-4, 4), 'z-loss λ=0.1': ('z_loss', 0.1, 6),
+    'soft-capping': ('soft_capping', None, 3), 'μ-loss': ('mu_loss', 1e-4, 0),
+    'μ-loss λ=100': ('mu_loss', 100.0, 2), 'μ-centering': ('mu_centering', None, 1)}
+OF_METHODS = [name for name in VARIANTS if 'λ' not in name]
+STATISTICS = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax', 'r_emb', 'cos_mu_h', 'r_cos', 'r_log']
 
 
-# -------- a made-up sweep with all that the paper ran, but for two sizes and two values of λ
-def loss_of(method, lam, size, lr, seed):
-    """Rises with the learning rate, least for mu_centering, more in a second seed and for another λ."""
-    steepness = 1 + 5 - list(LAMS).index(method)
-    if lam in (0.1, 100.0):
-        steepness *= 1.5
-    return 4 - 0.1 * list(SIZES).index(size) + steepness * (1 + 0.2 * seed) * lr
+def lowest_loss(size, tying):
+    return {'16M': 4, '221M': 3.8}[size] + 0.3 * tying
 
 
-def seconds_of(method, size, seed):
-    return 1000 * (1 + list(SIZES).index(size)) * (1 + 0.02 * list(LAMS).index(method)) + seed
+def made_up_run(variant, size, tying, lr, seed):
+    """A row of results.csv."""
+    method, lam, steepness = VARIANTS[variant]
+    run = dict(
+        run=f'{variant} {size} {tying} {lr} {seed}', method=method, lam=lam, size=size,
+        n_params=SIZES[size], weight_tying=tying, lr=lr, seed=seed, steps=100_000, init_loss=10.83,
+        test_loss=lowest_loss(size, tying) + steepness * (1 + 0.2 * seed) * lr,
+        train_seconds=SIZES[size] / 15_000 * (1 + steepness / 100), device='a card')
+    for i, name in enumerate(STATISTICS, 1):
+        run[name] = i * lr + 0.1 * seed + 0.01 * steepness
+    return run
 
 
-def made_up_runs():
-    """Rows of results.csv."""
+def made_up_runs(variants=tuple(VARIANTS), sizes=tuple(SIZES), tyings=(0, 1), rates=tuple(RATES)):
+    return [made_up_run(*which) for which in product(variants, sizes, tyings, rates, SEEDS)]
+
+
+def made_up_distributions(runs):
+    """Rows of distributions.csv, of the baselines among these runs."""
     rows = []
-    for size, tied, method, lr, seed in itertools.product(SIZES, (0, 1), LAMS, RATES, SEEDS):
-        for lam in LAMS[method]:
-            rows.append(dict(
-                run=str(len(rows)), method=method, size=size, n_params=SIZES[size], weight_tying=tied,
-                lam=lam, lr=lr, seed=seed, steps=100_000, init_loss=10.83, device='a card',
-                test_loss=loss_of(method, lam, size, lr, seed), train_seconds=seconds_of(method, size, seed),
-                mu_norm=100 * lr, logit_mean=90 * lr, logit_std=2 + lr, logit_absmax=9 + lr,
-                **{name: 0.5 + lr for name in QUANTITIES}))
+    for run in runs:
+        for i, quantity in enumerate(STATISTICS[4:]):
+            low = run['lr'] + run['seed'] + 0.1 * i
+            values = {'min': low, '25%': low + 1, '50%': low + 2, '75%': low + 4, 'max': low + 7,
+                      'below_1': 0.3 * run['seed'], 'above_0': 0.2 * run['seed']}
+            if run['method'] == 'baseline':
+                rows.append({'run': run['run'], 'quantity': quantity, **values})
     return rows
 
 
-def some_runs():
-    """Those of two methods."""
-    return [row for row in made_up_runs() if row['method'] in ('baseline', 'mu_loss')]
-
-
-def values_of(row, quantity):
-    """The values that a distribution of a baseline is of."""
-    return np.array([0.1, 0.4, 0.5, 0.7, 1.2]) + row['lr'] + 0.1 * row['seed'] * QUANTITIES.index(quantity)
-
-
-def made_up_distributions(rows):
-    """Rows of distributions.csv."""
-    described = []
-    for row, quantity in itertools.product(rows, QUANTITIES):
-        if row['method'] == 'baseline':
-            values = pd.Series(values_of(row, quantity))
-            described.append({'run': row['run'], 'quantity': quantity, **values.describe(),
-                              'below_1': (values < 1).mean(), 'above_0': 1 - row['seed'] / 3})
-    return described
-
-
-def made_up_curves(rows):
-    """Rows of curves.csv of the seed 1 of the largest rate: a loss at each 10 steps, a val loss at 20."""
-    curves = []
-    for row in rows:
-        if (row['lr'], row['seed']) == (0.3, 1):
-            curves += [dict(run=row['run'], step=step, loss=5 - step / 100 + row['test_loss'],
-                            mu_norm=step, logit_mean=step) for step in range(10, 101, 10)]
-            curves.append(dict(run=row['run'], step=20, val_loss=4.5 + row['test_loss']))
-    return curves
+def made_up_curve(run):
+    """Rows of curves.csv: a loss at each 10 steps, a val loss at 20."""
+    lines = [dict(run=run['run'], step=20, val_loss=4.5 + run['test_loss'])]
+    for step in range(10, 101, 10):
+        loss = 5 - step / 100 + run['test_loss']
+        lines.append(dict(run=run['run'], step=step, loss=loss, mu_norm=step, logit_mean=step))
+    return lines
 
 
 def write(folder, **tables):
-    """Writes csv files into a folder, and takes away all others of an analysis."""
-    for path in folder.glob('*.csv'):
-        path.unlink()
     for name, rows in tables.items():
         pd.DataFrame(rows).to_csv(folder / f'{name}.csv', index=False)
 
 
-def figures_of(arguments, with_files=False):
-    """The figures that analyze.py draws, by their names; without files it takes a fraction of the time."""
-    figures = {}
-    to_png = report.to_png
-
-    def keep(name, place, figure, *more):
-        item = to_png(name, place, figure, *more)
-        figures[item['name']] = figure
-        return item
-
-    with pytest.MonkeyPatch.context() as patched, plt.rc_context({'figure.dpi': 40}):
-        patched.setattr(report, 'to_png', keep)
-        if not with_files:
-            patched.setattr(plt.Figure, 'savefig', lambda *_, **more: None)
-        analyze.main(arguments)
-    return figures
+@pytest.fixture(scope='module')
+def complete(tmp_path_factory):
+    """What is shown of the whole made-up sweep, and the folder of its analysis."""
+    folder = tmp_path_factory.mktemp('complete')
+    runs = made_up_runs()
+    curves = []
+    for run in runs:
+        if (run['size'], run['weight_tying'], run['lr'], run['seed']) == ('16M', 0, 0.3, 1):
+            curves += made_up_curve(run)
+    write(folder, r=runs, distributions=made_up_distributions(runs), curves=curves)
+    with plt.rc_context({'figure.dpi': 40}):
+        shown = analysed(f'--results={folder}/r.csv', f'--out={folder}', files=True)
+    shown.folder = folder
+    return shown
 
 
 @pytest.fixture
 def drawn(tmp_path):
-    """drawn(**tables): the figures of csv files with these rows."""
-    def draw(**tables):
-        write(tmp_path, **tables)
-        return figures_of([f'--results={tmp_path}/results.csv', f'--out={tmp_path}/out'])
+    """drawn(runs, more tables): the figures of csv files with these rows."""
+    def draw(runs, **tables):
+        write(tmp_path, r=runs, **tables)
+        return analysed(f'--results={tmp_path}/r.csv', f'--out={tmp_path}').figures
     return draw
 
 
-@pytest.fixture(scope='module')
-def complete(tmp_path_factory):
-    """The figures of the whole made-up sweep, and the folder of its analysis."""
-    folder = tmp_path_factory.mktemp('complete')
-    rows = made_up_runs()
-    curves = made_up_curves([row for row in rows if row['size'] == '16M' and not row['weight_tying']])
-    write(folder, results=rows, distributions=made_up_distributions(rows), curves=curves)
-    figures = figures_of([f'--results={folder}/results.csv', f'--out={folder}'], with_files=True)
-    return figures, folder
+# -------- what is on an axis, and what should be
+def check_lines(ax, figure, expected):
+    """An axis has these lines, [(its name in the legend, its points)], each point as over_rates has it."""
+    names = {}
+    for handle, text in zip(figure.legends[0].get_lines(), figure.legends[0].get_texts(), strict=True):
+        names.setdefault(to_hex(handle.get_color()), text.get_text())
+    lines = [line for line in ax.lines if line.get_linestyle() != ':']
+    bars = [drawn for drawn in ax.collections if isinstance(drawn, LineCollection)]
+    markers = [drawn for drawn in ax.collections if not isinstance(drawn, LineCollection)]
+    assert [names[to_hex(line.get_color())] for line in lines] == [name for name, _ in expected]
+
+    for line, bar, marker, (_, points) in zip(lines, bars, markers, expected, strict=True):
+        x, low, mean, high, filled = np.transpose(points)
+        np.testing.assert_allclose(line.get_xydata(), np.transpose([x, mean]))
+        np.testing.assert_allclose(marker.get_offsets(), line.get_xydata())
+        np.testing.assert_allclose(np.array(bar.get_segments())[:, :, 1], np.transpose([low, high]))
+        faces = [to_hex(face) != '#ffffff' for face in marker.get_facecolors()]
+        assert faces == filled.astype(bool).tolist()
 
 
-# -------- what is on an axis
-def lines_on(ax):
-    """{color: (x, y)} of the lines with several points, as lists, in the order in which they were drawn."""
-    lines = []
-    for line in ax.lines:
-        if len(line.get_xdata()) > 1 and line.get_linestyle() not in (':', 'None'):
-            lines.append((to_hex(line.get_color()), list(line.get_xdata()), list(line.get_ydata())))
-    return lines
+def is_behind(variant, size, tying, lr):
+    losses = [made_up_run(variant, size, tying, lr, seed)['test_loss'] for seed in SEEDS]
+    return np.mean(losses) > 1.01 * lowest_loss(size, tying)
 
 
-def points_on(ax):
-    """{(x, y) of a point: its filling}, of coordinates rounded to 6 digits."""
-    points = {}
-    for collection in ax.collections:
-        if not isinstance(collection, LineCollection):
-            faces = np.resize(collection.get_facecolors(), (len(collection.get_offsets()), 4))
-            for xy, color in zip(np.round(collection.get_offsets(), 6).tolist(), faces, strict=True):
-                points[tuple(xy)] = to_hex(color)
+def over_rates(variant, size, tying, column='test_loss', rates=RATES):
+    """[learning rate, lowest, mean and highest of the seeds, whether it is filled] of each point."""
+    points = []
+    for lr in rates:
+        values = [made_up_run(variant, size, tying, lr, seed)[column] for seed in SEEDS]
+        points.append([lr, min(values), np.mean(values), max(values), is_behind(variant, size, tying, lr)])
     return points
 
 
-def bars_on(ax):
-    """The vertical bars on an axis, a set of (x, low, high), rounded to 6 digits."""
-    bars = set()
-    for collection in ax.collections:
-        if isinstance(collection, LineCollection):
-            bars |= {(round(x, 6), round(low, 6), round(high, 6))
-                     for (x, low), (_, high) in collection.get_segments()}
-    return bars
-
-
-def looks(variant):
-    """The color of one of the paper's variants."""
-    names = {name: method for method, name in report.NAMES.items()}
-    return to_hex(report.COLORS[names.get(variant, variant)])
-
-
-# -------- by a second, naive way
-DEFAULTS = {report.NAMES.get(method, method): (method, lams[0]) for method, lams in LAMS.items()}
-
-
-def mean_loss(method, lam, size, lr):
-    return np.mean([loss_of(method, lam, size, lr, seed) for seed in SEEDS])
-
-
-def is_behind(method, lam, size, lr, others):
-    """Over 1% above the lowest of `others`, pairs of a method and its λ."""
-    lowest = min(mean_loss(*other, size, lr) for other in others)
-    return mean_loss(method, lam, size, lr) > 1.01 * lowest
-
-
-def lrs_of_seeds(method, lam, size):
+def lrs_of_seeds(variant, size, tying):
     """Sums over the learning rates / (n - 1). The loss is lowest at the lowest rate."""
-    sums = []
+    found = []
     for seed in SEEDS:
-        losses = [loss_of(method, lam, size, lr, seed) for lr in RATES]
-        sums.append(sum(loss - losses[0] for loss in losses) / (len(RATES) - 1))
-    return sums
-
-
-# -------- each figure and table of the paper
-@pytest.mark.filterwarnings('error')
-def test_a_complete_sweep(complete):
-    """Every figure and table of the paper that is of runs, in its order, a file for each figure."""
-    figures, folder = complete
-    papers = ('loss', 'lrs', 'statistics', 'fact_3', 'ablation', 'r_emb', 'r_cos')
-    names = [f'{name}_{word}' for name in papers for word in ('untied', 'tied')]
-    assert {*figures} == {*names, 'summary_untied', 'summary_tied', 'training_16M_untied_lr0.3'}
-    assert {path.stem for path in (folder / 'figures').glob('*.png')} == {*figures}
-
-    page = (folder / 'report.html').read_text()
-    shown = [*re.findall(r'<h2>(.*?)</h2>', page)]
-    assert len(shown) == page.count('<table') + len(figures)
-    images = [base64.b64decode(text) for text in re.findall('base64,(.*?)"', page)]
-    assert sorted(images) == sorted(path.read_bytes() for path in (folder / 'figures').glob('*.png'))
-    lrs = 'Learning rate sensitivity (LRS), {}, of {} by λ'
-    in_order = ['Learning rate sensitivity (LRS), {}', 'Test loss and mean logit, {}',
-                'Test loss against learning rate, {}', 'Learning rate sensitivity against size, {}',
-                'Mean embedding and logits against learning rate, {}',
-                'What centering would change in the baseline, {}',
-                lrs.format('{}', 'z-loss'), lrs.format('{}', 'μ-loss'), 'Several values of λ, {}']
-    expected = [title.format(word) for word in ('untied', 'tied') for title in in_order]
-    for word, names in itertools.product(('untied', 'tied'), ('r_emb and cos(μ, h)', 'r_cos and r_log')):
-        expected.append(f'Distributions of {names} in the baseline, {word}')
-    expected += ['Additional training time ΔT, untied', 'Additional training time ΔT, tied',
-                 'Test loss minus that of the baseline of that seed',
-                 'Training curves, 16M, untied, η = 0.3', 'All runs']
-    assert shown == expected
-
-
-def test_loss_against_lr(complete, drawn):
-    """Figures 2 and 9: above all sizes and rates, below a panel for each size at the two largest rates."""
-    figures, _ = complete
-    for word in ('untied', 'tied'):
-        whole, *zooms = figures[f'loss_{word}'].axes
-        assert [ax.get_title() for ax in zooms] == [*SIZES]
-        panels = [(whole, SIZES, RATES)]
-        panels += [(ax, [ax.get_title()], RATES[-2:]) for ax in zooms]
-        for ax, sizes, rates in panels:
-            lines, points, bars = [], {}, set()
-            for size, (variant, run) in itertools.product(sizes, DEFAULTS.items()):
-                means = [mean_loss(*run, size, lr) for lr in rates]
-                lines.append((looks(variant), rates, pytest.approx(means)))
-                for lr, mean in zip(rates, means, strict=True):
-                    behind = is_behind(*run, size, lr, DEFAULTS.values())
-                    points[lr, round(mean, 6)] = looks(variant) if behind else '#ffffff'
-                    bars.add((lr, *(round(loss_of(*run, size, lr, seed), 6) for seed in SEEDS)))
-            assert lines_on(ax) == lines and points_on(ax) == points and bars_on(ax) == bars
-        legend = [text.get_text() for text in figures[f'loss_{word}'].legends[0].get_texts()]
-        assert legend == [*DEFAULTS, *SIZES]
-        low, high = zooms[0].get_xlim()
-        assert RATES[-3] < low < RATES[-2] and RATES[-1] < high
-
-    few = [row for row in made_up_runs() if row['size'] == '16M' and row['method'] == 'baseline']
-    assert len(drawn(results=few)['loss_tied'].axes) == 2
-    dead = drawn(results=[{**row, 'test_loss': 10.83} for row in few])['loss_tied'].axes[0]
-    assert {*points_on(dead)} == {(lr, 10.83) for lr in RATES}
-    two_rates = drawn(results=[row for row in few if row['lr'] > 0.05])
-    assert len(two_rates['loss_tied'].axes) == 2
-    assert 'loss_tied' not in drawn(results=[row for row in few if row['lr'] == 0.3])
-    many = [{**row, 'size': f'{i}M', 'n_params': i + 1} for row in few for i in range(7)]
-    assert [ax.get_title() for ax in drawn(results=many)['loss_tied'].axes[1:]] == [f'{i}M' for i in range(7)]
-
-
-def test_lrs_against_size(complete, drawn):
-    """Figures 3 and 10, with the labels of the log axis. Absent without several sizes, or their n_params."""
-    figures, _ = complete
-    for word in ('untied', 'tied'):
-        (ax,) = figures[f'lrs_{word}'].axes
-        lines, points, bars = [], {}, set()
-        for variant, run in DEFAULTS.items():
-            y = [np.mean(lrs_of_seeds(*run, size)) for size in SIZES]
-            lines.append((looks(variant), [*SIZES.values()], pytest.approx(y)))
-            for size, value in zip(SIZES, y, strict=True):
-                behind = any(is_behind(*run, size, lr, DEFAULTS.values()) for lr in RATES)
-                points[SIZES[size], round(value, 6)] = looks(variant) if behind else '#ffffff'
-                bars.add((SIZES[size], *(round(x, 6) for x in lrs_of_seeds(*run, size))))
-        assert lines_on(ax) == lines and points_on(ax) == points and bars_on(ax) == bars
-        assert ax.get_xscale() == 'log'
-        assert [label.get_text() for label in ax.get_xticklabels()] == [*SIZES]
-
-    rows = [row for row in some_runs() if row['weight_tying']]
-    half_done = [row for row in rows if row['size'] == '16M' or row['lr'] < 0.05]
-    for without in ([row for row in rows if row['size'] == '16M'], [{**row, 'n_params': ''} for row in rows],
-                    [row for row in rows if row['lr'] > 0.05], half_done):
-        assert not [name for name in drawn(results=without) if name.startswith('lrs_')]
-    other_rate = [{**row, 'lr': 0.2} if (row['size'], row['lr']) == ('16M', 0.1) else row for row in rows]
-    (ax,) = drawn(results=other_rate)['lrs_tied'].axes
-    assert [x for _, x, _ in lines_on(ax)] == 2 * [[*SIZES.values()]]
-
-
-def test_scale():
-    """Logarithmic beyond ten times the median; zeros and values below zero are shown too."""
-    figure, ax = plt.subplots()
-    for values, expected in (([2, 3, 29], 'linear'), ([0, 0.1, 9], 'linear'), ([2, 3, 31], 1),
-                             ([0, 3, 31], 1), ([-3, 3, 2000], 100)):
-        ax.set_yscale('linear')
-        report.scale(ax, pd.Series(values))
-        assert expected in (ax.get_yscale(), getattr(ax.yaxis.get_transform(), 'linthresh', None))
-    plt.close(figure)
-
-
-def test_ablation(complete, drawn):
-    """Figure 8: a column for z-loss and one for μ-loss, each point compared with all points of its size."""
-    figures, _ = complete
-    pairs = [(method, lam) for method in ('mu_loss', 'z_loss') for lam in LAMS[method]]
-    colors = dict(zip(sorted({lam for _, lam in pairs}), ('#1f77b4', '#ff7f0e', '#2ca02c'), strict=True))
-    for word in ('untied', 'tied'):
-        axes = np.reshape(figures[f'ablation_{word}'].axes, (2, 2))
-        assert [ax.get_title() for ax in axes[0]] == ['z-loss', 'μ-loss']
-        for (top, bottom), method in zip(axes.T, ('z_loss', 'mu_loss'), strict=True):
-            losses, sensitivities, points, lrs_points = [], [], {}, {}
-            for size, lam in itertools.product(SIZES, LAMS[method]):
-                means = [mean_loss(method, lam, size, lr) for lr in RATES]
-                losses.append((colors[lam], RATES, pytest.approx(means)))
-                behind = [is_behind(method, lam, size, lr, pairs) for lr in RATES]
-                for lr, mean, filled in zip(RATES, means, behind, strict=True):
-                    points[lr, round(mean, 6)] = colors[lam] if filled else '#ffffff'
-                lrs = round(np.mean(lrs_of_seeds(method, lam, size)), 6)
-                lrs_points[SIZES[size], lrs] = colors[lam] if any(behind) else '#ffffff'
-            for lam in LAMS[method]:
-                y = [np.mean(lrs_of_seeds(method, lam, size)) for size in SIZES]
-                sensitivities.append((colors[lam], [*SIZES.values()], pytest.approx(y)))
-            assert lines_on(top) == losses and points_on(top) == points
-            assert lines_on(bottom) == sensitivities and points_on(bottom) == lrs_points
-        handles = dict(zip([text.get_text() for text in figures[f'ablation_{word}'].legends[0].get_texts()],
-                           figures[f'ablation_{word}'].legends[0].get_lines(), strict=True))
-        for lam, color in colors.items():
-            assert to_hex(handles[f'λ = {lam:g}'].get_color()) == color
-
-    rows = [row for row in some_runs() if row['size'] == '16M']
-    assert len(drawn(results=rows)['ablation_tied'].axes) == 2
-    others = [{**row, 'method': 'z_loss', 'init_loss': 20, 'test_loss': 4} for row in rows if row['lam']]
-    for row in others:
-        if row['lr'] == 0.3:
-            row['test_loss'] = 15  # which the axis shows, as they learned something
-    left, right, *_ = drawn(results=others + rows)['ablation_tied'].axes
-    assert left.get_ylim() == right.get_ylim() and 15 < left.get_ylim()[1] < 16
-    for without in ([{**row, 'n_params': ''} for row in rows], [row for row in rows if row['lr'] > 0.05]):
-        assert not lines_on(drawn(results=without)['ablation_tied'].axes[1])  # there is no LRS
-    assert 'ablation_tied' not in drawn(results=[row for row in rows if row['lam'] in (None, 1e-4)])
-
-
-def test_distributions(complete, drawn):
-    """Figures 11 and 12: boxes, median, extrema and share of the baseline, over seeds; a row for a size."""
-    figures, _ = complete
-    for word, (name, quantities) in itertools.product(
-            ('untied', 'tied'), {'r_emb': QUANTITIES[:2], 'r_cos': QUANTITIES[2:]}.items()):
-        axes = figures[f'{name}_{word}'].axes
-        n = len(axes) // 2
-        left, right = np.reshape(axes[:n], (2, 2)), np.reshape(axes[n:], (2, 2))
-        for (i, size), (j, quantity) in itertools.product(enumerate(SIZES), enumerate(quantities)):
-            boxes, ranges, levels, shares = set(), set(), [], {}
-            for lr in RATES:
-                seeds = [values_of({'lr': lr, 'seed': seed}, quantity) for seed in SEEDS]
-                boxes.add((lr, *np.mean([np.quantile(x, (0.25, 0.75)) for x in seeds], axis=0).round(6)))
-                ranges.add((lr, np.min(seeds).round(6), np.max(seeds).round(6)))
-                levels.append((np.min(seeds), np.mean([np.median(x) for x in seeds]), np.max(seeds)))
-                share = [100 * np.mean(x < 1) for x in seeds]
-                if quantity == 'cos_mu_h':
-                    share = [200 / 3, 200 / 3]  # above 0 and below 0
-                behind = is_behind('baseline', None, size, lr, DEFAULTS.values())
-                shares[lr, round(np.mean(share), 6)] = '#ff0000' if behind else '#ffffff'
-            ax = left[i, j]
-            assert bars_on(ax) == boxes | ranges
-            marks = [line.get_ydata() for line in ax.lines if line.get_marker() == '_']
-            np.testing.assert_allclose(np.transpose(marks), levels)
-            threshold = [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == ':']
-            assert threshold == [0 if quantity == 'cos_mu_h' else 1]
-            assert ax.get_title(loc='left') == size and ax.get_ylabel() == report.LABELS[quantity]
-            assert points_on(right[i, j]) == shares
-            assert ('one sign' if quantity == 'cos_mu_h' else '< 1') in right[i, j].get_ylabel()
-
-    rows = [row for row in some_runs() if row['size'] == '16M']
-    others = [row for row in rows if row['method'] != 'baseline']
-    assert 'r_emb_tied' in drawn(results=rows, distributions=made_up_distributions(rows))
-    broken = [{**row, 'test_loss': 'nan'} if row['lr'] == 0.3 else row for row in rows]
-    second = [{**row, 'run': f'{row["run"]}b', 'beta2': 0.9, 'lr': row['lr'] / 2} for row in rows
-              if row['method'] == 'baseline']
-    both = drawn(results=broken + second, distributions=made_up_distributions(rows + second))
-    assert {lr for lr, *_ in bars_on(both['r_emb_tied'].axes[0])} == {*RATES[:-1]}  # finite, at the defaults
-    third = [{**row, 'run': f'{row["run"]}c', 'beta2': 0.99} for row in second]
-    tables = dict(results=second + third, distributions=made_up_distributions(second + third))
-    assert {'r_emb_tied_beta2_0.9', 'r_cos_tied_beta2_0.9'} < {*drawn(**tables)}
-    for without in ({'results': rows}, {'results': others, 'distributions': made_up_distributions(rows)}):
-        assert not {'r_emb_tied', 'r_cos_tied'} & {*drawn(**without)}
-
-
-def tables_in(path):
-    """{title: rows, each {column: text}} of a tables.md."""
-    found = {}
-    for part in path.read_text().split('### ')[1:]:
-        title, *lines = part.split('\n')
-        cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line[:1] == '|']
-        found[title] = [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+        losses = [made_up_run(variant, size, tying, lr, seed)['test_loss'] for lr in RATES]
+        found.append(sum(loss - losses[0] for loss in losses) / 6)
     return found
 
 
-def tables_of(rows, folder):
-    """The tables of these runs, without figures, which take a while."""
-    write(folder, results=rows)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plt.Figure, 'savefig', lambda *_, **more: None)
-        analyze.main([f'--results={folder}/results.csv', f'--out={folder}/out'])
-    return tables_in(folder / 'out/tables.md')
+def lrs_over_sizes(variant, tying):
+    """[parameters, lowest, mean and highest LRS of the seeds, whether it is filled] of each point."""
+    points = []
+    for size, n_params in SIZES.items():
+        lrs = lrs_of_seeds(variant, size, tying)
+        filled = any(is_behind(variant, size, tying, lr) for lr in RATES)
+        points.append([n_params, min(lrs), np.mean(lrs), max(lrs), filled])
+    return points
 
 
-def test_lrs_beside_the_papers(complete, tmp_path):
-    """LRS as the tables have it, the mean of Eq. 21, and the paper's where sizes and rates are the same."""
-    _, folder = complete
-    tables = tables_in(folder / 'tables.md')
-    printed = {'untied': {'baseline': '0.306', 'μ-loss': '0.031'}, 'tied': {'weight decay': '0.114'}}
+# -------- each figure and table of the paper
+def test_page(complete):
+    """All of them in their order; a name is text."""
+    names = []
     for word in ('untied', 'tied'):
-        table = tables[f'Learning rate sensitivity (LRS), {word}']
-        lines = {(line['size'], line['LRS']): line for line in table}
-        assert [*lines] == [(size, which) for size in SIZES
-                            for which in ('sum / (n - 1)', "the paper's", 'mean (Eq. 21)')]
-        for (variant, run), size in itertools.product(DEFAULTS.items(), SIZES):
-            n1 = np.mean(lrs_of_seeds(*run, size))
-            assert re.sub('<.*?>', '', lines[size, 'sum / (n - 1)'][variant]).startswith(f'{n1:.3f} [')
-            assert lines[size, 'mean (Eq. 21)'][variant] == f'{n1 * 6 / 7:.3f}'
-        for variant, text in printed[word].items():
-            assert lines['16M', "the paper's"][variant] == text
-    ablation = tables['Learning rate sensitivity (LRS), untied, of μ-loss by λ']
-    assert [line['100'] for line in ablation if line['LRS'] == "the paper's"] == ['0.054', '0.055']
-    assert '0.031' in {line['0.0001'] for line in ablation}
-    tied = tables['Learning rate sensitivity (LRS), tied, of μ-loss by λ']
-    assert {line['100'] for line in tied if line['LRS'] == "the paper's"} == {'-'}  # Table 4 is untied
-    lrs = pd.read_csv(folder / 'lrs.csv').set_index(['table', 'size', 'weight_tying', 'variant'])
-    assert lrs.paper['methods', '221M', 1, 'μ-centering'] == 0.066
+        names += [f'{name}_{word}' for name in ('summary', 'loss', 'lrs', 'statistics', 'fact_3', 'ablation')]
+    names += ['r_emb_untied', 'r_cos_untied', 'r_emb_tied', 'r_cos_tied', 'training_16M_untied_lr0.3']
+    page = (complete.folder / 'report.html').read_text()
+    images = [base64.b64decode(text) for text in re.findall('base64,(.*?)"', page)]
+    assert images == [(complete.folder / f'figures/{name}.png').read_bytes() for name in names]
+    assert [*complete.figures] == names
 
-    one_size = [row for row in some_runs() if row['size'] == '16M']
-    other_rates = [row for row in one_size if row['lr'] < 0.3]
-    other_size = [{**row, 'size': '1B', 'n_params': 10**9} for row in one_size]
-    shorter = [{**row, 'steps': 1000} for row in one_size]
-    unknown = [{**row, 'steps': ''} for row in one_size]
-    for rows, known in ((one_size, True), (other_rates, False), (other_size, False), (shorter, False),
-                        (unknown, False)):
-        lines = [line for table in tables_of(rows, tmp_path).values() for line in table]
-        assert ("the paper's" in [line.get('LRS') for line in lines]) == known
+    titles = [*complete.tables]
+    assert page.count('<table') == len(titles)
+    assert re.findall('### (.*)', (complete.folder / 'tables.md').read_text()) == titles
+    for title in titles:
+        assert f'<h2>{title}</h2>' in page
+    for line in complete.text.split('\n'):
+        assert f'>{line}<' in page
+    assert '<td><b><ins>0.000</ins></b> [0.000, 0.000]</td>' in page
 
 
-def test_overhead(complete, tmp_path):
-    """Table 6: times above the baseline's of the same size and machine, beside the paper's."""
-    _, folder = complete
-    for word, weight_decay in (('untied', '-1.0%'), ('tied', '0.4%')):
-        table = tables_in(folder / 'tables.md')[f'Additional training time ΔT, {word}']
-        assert [(line['size'], line['device']) for line in table] == [
-            (size, which) for size in SIZES for which in ('a card', "the paper's")]
-        for method, line in itertools.product(LAMS, table[::2]):
-            if method != 'baseline':
-                mean = np.mean([seconds_of(method, line['size'], seed) for seed in SEEDS])
-                baseline = np.mean([seconds_of('baseline', line['size'], seed) for seed in SEEDS])
-                assert line[report.NAMES[method]] == f'{mean / baseline - 1:.1%}'
-        assert table[1]['weight decay'] == weight_decay
+def test_a_name_is_text(tmp_path, drawn, capsys):
+    """One with < in it, on the page; marks are not printed."""
+    runs = made_up_runs(['μ-loss', 'baseline'], ['16M'], [0])
+    drawn([{**run, 'method': run['method'].replace('mu_loss', '<i>&')} for run in runs])
+    page = (tmp_path / 'report.html').read_text()
+    assert '<th>&lt;i&gt;&amp;</th>' in page and '<i>' not in page
+    printed = capsys.readouterr().out
+    assert '<ins>0.000</ins>' in page and '<ins>' not in printed
+    assert 'Learning rate sensitivity (LRS), untied' in printed
 
-    def cells(change):
-        """Of a sweep in which `change` has changed each run of μ-loss with seed 2."""
-        rows = [row for row in some_runs() if row['lam'] != 100 and row['size'] == '16M']
-        of_mu_loss = [row for row in rows if row['method'] == 'mu_loss' and row['seed'] == 2]
-        tables = tables_of([{**row, **change} if row in of_mu_loss else row for row in rows], tmp_path)
-        table = tables.get('Additional training time ΔT, untied', [])
-        return [line['μ-loss'] for line in table]
 
-    assert cells({}) == ['8.0%', '0.4%']
-    assert cells({'train_seconds': 2000}) == []  # the times are too far apart
-    assert cells({'train_seconds': ''}) == ['7.9%', '0.4%']  # of the other seed
-    assert cells({'train_seconds': 2000, 'test_loss': 'nan'}) == ['7.9%', '0.4%']
-    for another in ({'device': 'another'}, {'processes': 4}, {'beta2': 0.9}):
-        assert cells({'train_seconds': 2000, **another}) == ['7.9%', '0.4%']
+@pytest.mark.parametrize('tying', [0, 1])
+def test_loss_against_lr(tying, complete):
+    """Figures 2 and 9: above all sizes and rates, below a panel for each size at the two largest rates."""
+    figure = complete.figures[f'loss_{report.TYING[tying]}']
+    whole, *zooms = figure.axes
+    expected = [(name, over_rates(name, size, tying)) for size in SIZES for name in OF_METHODS]
+    check_lines(whole, figure, expected)
+    for ax, size in zip(zooms, SIZES, strict=True):
+        expected = [(name, over_rates(name, size, tying, rates=RATES[-2:])) for name in OF_METHODS]
+        check_lines(ax, figure, expected)
+        assert ax.get_title() == size
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*OF_METHODS, *SIZES]
 
-    rows = [row for row in some_runs() if row['lam'] != 100 and row['size'] == '16M']
-    for change, expected in (({'processes': 4}, ['', '4', '']), ({'beta2': 0.9}, ['', ''])):
-        changed = [{**row, **change} if row['seed'] == 2 else row for row in rows]
-        table = tables_of(changed, tmp_path)['Additional training time ΔT, untied']
-        assert [line['processes'] for line in table] == expected
-    short = [{**row, 'train_seconds': row['train_seconds'] / 2} for row in rows]
-    assert 'Additional training time ΔT, untied' not in tables_of(short, tmp_path)
-    alone = [row for row in rows if row['method'] == 'baseline' or (row['lr'], row['seed']) == (0.3, 1)]
-    assert 'Additional training time ΔT, untied' not in tables_of(alone, tmp_path)  # one run of μ-loss
+
+@pytest.mark.parametrize('tying', [0, 1])
+def test_lrs_against_size(tying, complete):
+    """Figures 3 and 10."""
+    figure = complete.figures[f'lrs_{report.TYING[tying]}']
+    (ax,) = figure.axes
+    check_lines(ax, figure, [(name, lrs_over_sizes(name, tying)) for name in OF_METHODS])
+    assert [label.get_text() for label in ax.get_xticklabels()] == [*SIZES]
+
+
+def test_statistics(complete):
+    """Figures 4 and 5, and the first size's losses beside mean logits."""
+    for name, columns, variants, sizes in (
+            ('statistics_tied', STATISTICS[:4], OF_METHODS, SIZES),
+            ('fact_3_tied', STATISTICS[4:], ['baseline'], SIZES),
+            ('summary_tied', ['test_loss', 'logit_mean'], ['baseline', 'μ-loss', 'μ-centering'], ['16M'])):
+        figure = complete.figures[name]
+        for ax, column in zip(figure.axes, columns, strict=True):
+            expected = []
+            for size, variant in product(sizes, variants):
+                expected.append((variant, over_rates(variant, size, 1, column)))
+            check_lines(ax, figure, expected)
+            assert ax.get_ylabel() == report.LABELS.get(column, 'test loss')
+
+
+def test_ablation(complete):
+    """Figure 8: a column for z-loss and one for μ-loss, each point compared with all points of its size."""
+    figure = complete.figures['ablation_untied']
+    left, right, below_left, below_right = figure.axes
+    for top, bottom, title, names in (
+            (left, below_left, 'z-loss', {'λ = 0.0001': 'z-loss', 'λ = 0.1': 'z-loss λ=0.1'}),
+            (right, below_right, 'μ-loss', {'λ = 0.0001': 'μ-loss', 'λ = 100': 'μ-loss λ=100'})):
+        assert top.get_title() == title
+        expected = [(lam, over_rates(names[lam], size, 0)) for size in SIZES for lam in names]
+        check_lines(top, figure, expected)
+        check_lines(bottom, figure, [(lam, lrs_over_sizes(names[lam], 0)) for lam in names])
+
+
+def test_distributions(complete):
+    """Figures 11 and 12: quartiles, median, extrema and a share of the baseline; a row for each size."""
+    for name, quantities in (('r_emb_tied', ['r_emb', 'cos_mu_h']), ('r_cos_tied', ['r_cos', 'r_log'])):
+        axes = complete.figures[name].axes
+        assert [ax.get_title(loc='left') for ax in axes[:4]] == ['16M', '16M', '221M', '221M']
+        for i, (size, quantity) in enumerate(product(SIZES, quantities)):
+            left, right = axes[i], axes[i + 4]
+            low = np.array(RATES) + 0.1 * STATISTICS[4:].index(quantity)  # see made_up_distributions
+            box, line = [np.array(drawn.get_segments())[:, :, 1] for drawn in left.collections]
+            np.testing.assert_allclose(box, np.transpose([low + 2.5, low + 5.5]))
+            np.testing.assert_allclose(line, np.transpose([low + 1, low + 9]))
+            levels = [drawn.get_ydata() for drawn in left.lines if drawn.get_marker() == '_']
+            np.testing.assert_allclose(levels, [low + 1, low + 3.5, low + 9])
+            (threshold,) = [drawn.get_ydata()[0] for drawn in left.lines if drawn.get_linestyle() == ':']
+            assert threshold == {'cos_mu_h': 0}.get(quantity, 1)
+
+            percent = 70 if quantity == 'cos_mu_h' else 45  # 80% and 60% below 0, the commoner sign
+            np.testing.assert_allclose(right.lines[0].get_xydata(), [[lr, percent] for lr in RATES])
+            faces = [to_hex(face) for face in right.collections[0].get_facecolors()]
+            behind = [is_behind('baseline', size, 1, lr) for lr in RATES]
+            assert faces == ['#ff0000' if x else '#ffffff' for x in behind]
+            assert left.get_ylabel() == report.LABELS[quantity]
+
+
+def test_distributions_of_some_runs(drawn):
+    """Of those at the default flags, with a finite loss."""
+    runs = made_up_runs(['baseline'], ['16M'], [0])
+    others = [{**run, 'run': f'other {run["run"]}', 'lr': run['lr'] / 2, 'beta2': 0.9} for run in runs]
+    distributions = made_up_distributions(runs + others)
+    for run in runs:
+        if run['lr'] == 0.3:
+            run['test_loss'] = ''
+    ax = drawn(runs + others, distributions=distributions)['r_emb_untied'].axes[0]
+    assert ax.lines[0].get_xdata().tolist() == RATES[:-1]
 
 
 def test_training_curves(complete):
     """The val losses are points on the curves of the training loss."""
-    figures, _ = complete
-    ax = figures['training_16M_untied_lr0.3'].axes[0]
-    points = [line for line in ax.lines if line.get_marker() == 'o']
-    curves = [line for line in ax.lines if line.get_marker() != 'o']
-    losses = [loss_of(method, lam, '16M', 0.3, 1) for method in LAMS for lam in LAMS[method]]
-    steps = [*range(10, 101, 10)]
-    for point, curve, loss in zip(points, curves, losses, strict=True):
+    figure = complete.figures['training_16M_untied_lr0.3']
+    curves = figure.axes[0].lines[::2]
+    points = figure.axes[0].lines[1::2]
+    for curve, point, variant in zip(curves, points, VARIANTS, strict=True):
+        loss = made_up_run(variant, '16M', 0, 0.3, 1)['test_loss']
+        expected = [[step, 5 - step / 100 + loss] for step in range(10, 101, 10)]
+        np.testing.assert_allclose(curve.get_xydata(), expected)
         known = np.isfinite(point.get_ydata())
-        assert point.get_xdata()[known].tolist() == [20]
-        assert point.get_ydata()[known] == pytest.approx([4.5 + loss])
+        np.testing.assert_allclose(point.get_xydata()[known], [[20, 4.5 + loss]])
         assert point.get_color() == curve.get_color()
-        assert curve.get_xdata().tolist() == steps
-        assert curve.get_ydata() == pytest.approx([5 - step / 100 + loss for step in steps])
-    shown = [text.get_text() for text in figures['training_16M_untied_lr0.3'].legends[0].get_texts()]
-    assert len(shown) == 8
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*VARIANTS]
 
 
-def test_curves_without_finite_losses(drawn):
-    """Of a run that is lost at once."""
-    row = some_runs()[0]
-    curves = [dict(run=row['run'], step=step, loss=math.nan, mu_norm=1) for step in (1, 2)]
-    figures = drawn(results=[{**row, 'test_loss': ''}], curves=curves)
-    assert lines_on(figures['training_16M_untied_lr0.0003'].axes[1])[0][1] == [1, 2]
+def test_figures_of_less(drawn):
+    """What is absent, and what is left out, where runs, columns or finite losses are."""
+    two = ['baseline', 'μ-loss']
+    runs = made_up_runs(two, tyings=[0])
+    one_size = made_up_runs(two, ['16M'], [0])
+    assert drawn(made_up_runs(two, ['16M'], [0], [0.3])) == {}  # one learning rate
+    for without in (one_size, [{**run, 'n_params': ''} for run in runs]):
+        figures = drawn(without)
+        assert 'loss_untied' in figures and 'lrs_untied' not in figures
+
+    half_done = [run for run in runs if run['size'] == '16M' or run['lr'] < 0.05]
+    assert 'lrs_untied' not in drawn(half_done)  # a size has fewer rates
+    figures = drawn([{**run, 'test_loss': 10.83} for run in one_size])  # nothing learned
+    assert figures['loss_untied'].axes[0].lines[0].get_ydata().tolist() == 7 * [10.83]
+
+    for run in one_size:
+        if run['lr'] == 0.3:
+            run['test_loss'] = ''
+    figures = drawn(one_size)
+    loss, logit_mean = figures['summary_untied'].axes
+    assert loss.lines[0].get_ydata()[-1] == 10.83
+    assert logit_mean.lines[0].get_xdata().tolist() == RATES[:-1]
+
+    curve = [dict(run=one_size[0]['run'], step=step, loss=math.nan, mu_norm=1) for step in (1, 2)]
+    mu_norm = drawn(one_size, curves=curve)['training_16M_untied_lr0.0003'].axes[1]
+    assert mu_norm.lines[0].get_xdata().tolist() == [1, 2]
 
 
-# -------- any checkpoint
-def stop_at(monkeypatch, number):
-    """A training ends with an error at step `number`, as if it were killed."""
-    import train
-
-    def train_step(model, optimizer, batch, step, *more, real=train.train_step, **named):
-        if step == number:
-            raise KeyboardInterrupt
-        return real(model, optimizer, batch, step, *more, **named)
-
-    monkeypatch.setattr(train, 'train_step', train_step)
+def test_scale():
+    """Logarithmic beyond ten times the median; zeros and values below zero are shown too."""
+    for values, expected in (([2, 3, 29], 'linear'), ([0, 0.1, 9], 'linear'), ([0, 3, 31], 1),
+                             ([-3, 3, 2000], 100)):
+        figure, ax = plt.subplots()
+        report.scale(ax, pd.Series(values))
+        assert expected in (ax.get_yscale(), getattr(ax.yaxis.get_transform(), 'linthresh', None))
+        plt.close(figure)
 
 
-def by_hand(path, corpus):
-    """The quantities of a checkpoint on all test windows, in float64 but for the rounding."""
+def test_lrs_beside_the_papers(complete):
+    """LRS as the tables have it, the mean of Eq. 21, and the paper's where sizes and rates are the same."""
+    for tying, word in report.TYING.items():
+        table = complete.tables[f'Learning rate sensitivity (LRS), {word}'].set_index(['size', 'LRS'])
+        for variant, size in product(OF_METHODS, SIZES):
+            lrs = lrs_of_seeds(variant, size, tying)
+            text = re.sub('<.*?>', '', table.loc[(size, 'sum / (n - 1)'), variant])
+            assert text == f'{np.mean(lrs):.3f} [{min(lrs):.3f}, {max(lrs):.3f}]'
+            assert table.loc[(size, 'mean (Eq. 21)'), variant] == f'{np.mean(lrs) * 6 / 7:.3f}'
+        printed = table.loc[('16M', "the paper's"), ['baseline', 'weight decay']].tolist()
+        assert printed == {'untied': ['0.306', '0.211'], 'tied': ['0.050', '0.114']}[word]
+        by_lam = complete.tables[f'Learning rate sensitivity (LRS), {word}, of μ-loss by λ']
+        printed = by_lam['100'][by_lam.LRS == "the paper's"].tolist()
+        assert printed == {'untied': ['0.054', '0.055'], 'tied': ['-', '-']}[word]  # Table 4 is untied
+
+    runs = analyze.read_runs(complete.folder / 'r.csv')
+    runs = runs[runs['size'] == '16M']
+    for others in (runs[runs.lr < 0.3], runs.assign(size='1B'), runs.assign(steps=1000)):
+        lrs, _ = analyze.learning_rate_sensitivity(others)
+        assert len(lrs) and lrs.paper.isna().all()
+
+
+def test_overhead(complete):
+    """Table 6: times above the baseline's of the same size and machine, beside the paper's."""
+    table = complete.tables['Additional training time ΔT, untied']
+    assert table['size'].tolist() == ['16M', '16M', '221M', '221M']
+    assert table.device.tolist() == 2 * ['a card', "the paper's"]
+    assert table['z-loss'].tolist() == [f'{1.05 / 1.09 - 1:.1%}', '6.4%', f'{1.05 / 1.09 - 1:.1%}', '0.8%']
+
+    runs = analyze.read_runs(complete.folder / 'r.csv')
+    runs = runs[(runs['size'] == '16M') & runs.variant.isin(['baseline', 'μ-loss'])]
+
+    def added(**changes):
+        """What is added if runs of μ-loss with seed 2 have these settings."""
+        changed = runs.copy()
+        for name, value in changes.items():
+            changed.loc[(runs.method == 'mu_loss') & (runs.seed == 2), name] = value
+        return analyze.overhead(changed).added.tolist()
+
+    both_tyings = pytest.approx(2 * [1 / 1.09 - 1])
+    assert added() == both_tyings
+    assert added(train_seconds=2000) == []  # the times are too far apart
+    for name, another in (('device', 'another'), ('processes', 4), ('setting', ', beta2 0.9'),
+                          ('test_loss', math.nan)):
+        assert added(train_seconds=2000, **{name: another}) == both_tyings  # of seed 1
+
+    assert analyze.overhead(runs.assign(train_seconds=runs.train_seconds / 2)).empty  # too short
+    few = runs[(runs.method == 'baseline') | ((runs.lr == 0.3) & (runs.seed == 1))]
+    assert analyze.overhead(few).empty  # one run of μ-loss
+
+
+# -------- checkpoints
+def measured_by_hand(path, corpus):
+    """Step and numbers of a checkpoint, on all test windows."""
     saved = torch.load(path)
     gpt = GPT(gpt_config(saved['config']))
     gpt.load_state_dict(saved['model'])
     (shard,) = Path(corpus).glob('*_val_*.bin')
     tokens = torch.from_numpy(np.fromfile(shard, '<u2', offset=1024).astype(np.int64))
-    n = (len(tokens) - 1) // 32
-    inputs, targets = tokens[:32 * n].view(n, 32), tokens[1:32 * n + 1]
-    with torch.no_grad():
-        h = gpt.hidden(inputs).flatten(0, 1)
-        E = gpt.lm_head.weight.detach()
-        rounded = (h.bfloat16() @ E.bfloat16().T).double()
-        exact = (h @ E.T).double()
-    h, E = h.double(), E.double()
-    star = E - E.mean(dim=0)
-    cos, cos_star = (F.normalize(h, dim=1) @ F.normalize(X, dim=1).T for X in (E, star))
-    return {
-        'step': saved['step'], 'mu_norm': E.mean(dim=0).norm(), 'logit_mean': rounded.mean(),
-        'r_emb': (star.norm(dim=1) / E.norm(dim=1)).mean(),
-        'r_cos': (cos_star.abs().amax(dim=1) / cos.abs().amax(dim=1)).mean(),
-        'r_log': ((h @ star.T).abs().amax(dim=1) / (h @ E.T).abs().amax(dim=1)).mean(),
-        'cross_entropy': F.cross_entropy(rounded, targets),
-        'bf16_cost': F.cross_entropy(rounded, targets) - F.cross_entropy(exact, targets)}
+    return {'step': saved['step'], **analyze.measure_model(gpt, tokens.unfold(0, 33, 32))['numbers']}
 
 
-def test_checkpoints(trained, corpus, tmp_path, monkeypatch, capsys):
+def test_checkpoints(trained, corpus, tmp_path, capsys):
     """Kept checkpoints, and the last of a run that has not ended, are measured and drawn by their steps."""
-    flags = ('--lr=0.3', '--steps=12', '--keep_every=4', '--test_tokens=1e6', '--logits_dtype=bfloat16')
-    trained('runs/done', '--method=baseline', *flags)
-    stop_at(monkeypatch, 7)
-    with pytest.raises(KeyboardInterrupt):
-        trained('runs/stopped', '--method=mu_loss', '--ckpt_every=3', *flags)
-    folders = [tmp_path / 'runs/done', tmp_path / 'runs/stopped']
-    figures = figures_of([str(tmp_path / 'runs'), f'--out={tmp_path}/out'])
+    done = tmp_path / 'runs/done'
+    stopped = tmp_path / 'runs/stopped'
+    for folder, method in ((done, 'baseline'), (stopped, 'mu_loss')):
+        trained(f'runs/{folder.name}', f'--method={method}', '--lr=0.3', '--steps=12', '--keep_every=4',
+                '--test_tokens=1e6', '--logits_dtype=bfloat16')
+    for name in ('result.json', 'model.pt', 'model_12.pt'):
+        (stopped / name).unlink()
+    (stopped / 'model_8.pt').rename(stopped / 'ckpt.pt')
+    page = analysed(done.parent, f'--out={tmp_path}/out')
 
-    found = pd.read_csv(tmp_path / 'out/checkpoints.csv', dtype={'run': str}).set_index(['run', 'file'])
-    files = [['model_4.pt', 'model_8.pt', 'model.pt', 'model_12.pt'], ['model_4.pt', 'ckpt.pt']]
-    assert [*found.index] == [(str(folder), name) for folder, names in zip(folders, files, strict=True)
-                              for name in names]
-    assert found.step.tolist() == [4, 8, 12, 12, 4, 6]
+    found = pd.read_csv(tmp_path / 'out/checkpoints.csv').set_index(['run', 'file'])
+    files = {done: ['model_4.pt', 'model_8.pt', 'model.pt', 'model_12.pt'],
+             stopped: ['model_4.pt', 'ckpt.pt']}
+    assert [*found.index] == [(str(folder), name) for folder in files for name in files[folder]]
     for (run, file), row in found.iterrows():
-        expected = by_hand(Path(run, file), corpus)
-        assert row[[*expected]].tolist() == pytest.approx([float(x) for x in expected.values()], abs=2e-5)
+        for name, value in measured_by_hand(Path(run, file), corpus).items():
+            assert row[name] == pytest.approx(value, abs=2e-5, nan_ok=True), name
         assert (row['size'], row.weight_tying, row.lr, row.seed) == ('tiny', 0, 0.3, 1)
-    results = pd.read_csv(tmp_path / 'out/results.csv').set_index('run')  # has the run that has ended alone
-    assert results.bf16_cost.to_dict() == {str(folders[0]): found.bf16_cost[str(folders[0]), 'model.pt']}
 
     # a run's statistics are those of model.pt or, before it has one, of its last checkpoint
-    shown = {line['variant']: line for line in tables_in(tmp_path / 'out/tables.md')['All runs']}
-    for variant, last in (('baseline', (str(folders[0]), 'model.pt')),
-                          ('μ-loss, not finished', (str(folders[1]), 'ckpt.pt'))):
-        assert shown[variant]['model_step'] == str(found.step[last])
-        assert shown[variant]['mu_norm'] == f'{found.mu_norm[last]:.4g}'
+    results = pd.read_csv(tmp_path / 'out/results.csv')
+    assert results.run.tolist() == [str(done)]  # which has ended
+    runs = page.tables['All runs'].set_index('variant')
+    for variant, step, last in (('baseline', '12', (str(done), 'model.pt')),
+                                ('μ-loss, not finished', '8', (str(stopped), 'ckpt.pt'))):
+        assert runs.model_step[variant] == step
+        assert runs.mu_norm[variant] == f'{found.mu_norm[last]:.4g}'
 
     name = 'checkpoints_tiny_untied_lr0.3'
-    panels = {ax.get_title(): ax for ax in figures[name].axes}
-    for column in ('mu_norm', 'logit_mean', 'bf16_cost', 'r_emb', 'r_cos', 'r_log'):
-        lines = [line for line in panels[report.LABELS[column]].lines if line.get_linestyle() != ':']
-        for line, folder in zip(lines, folders, strict=True):
-            rows = found.loc[str(folder)]
-            assert line.get_xdata().tolist() == rows.step.tolist() and line.get_marker() == 'o'
-            assert line.get_ydata() == pytest.approx(rows[column])
-    for drawn_of in (name, 'training_tiny_untied_lr0.3'):
-        shown = [text.get_text() for text in figures[drawn_of].legends[0].get_texts()]
-        assert shown == ['baseline', 'μ-loss, not finished']
-    again = figures_of([f'--results={tmp_path}/out/results.csv', f'--out={tmp_path}/again'])
-    assert name in again and len(again[name].axes) == 6
+    figure = page.figures[name]
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ['baseline', 'μ-loss, not finished']
+    for ax, column in zip(figure.axes, ('mu_norm', 'logit_mean', 'bf16_cost', 'r_emb', 'r_cos', 'r_log'),
+                          strict=True):
+        assert ax.get_title() == report.LABELS[column]
+        for line, folder in zip(ax.lines, files, strict=False):
+            expected = found.loc[str(folder), ['step', column]]
+            np.testing.assert_allclose(line.get_xydata(), expected)
+    assert name in analysed(f'--results={tmp_path}/out/results.csv', f'--out={tmp_path}/again').figures
 
-    # a run's folder; nothing is measured twice, but what has changed is
+    # nothing is measured twice, but what has changed is
     capsys.readouterr()
-    assert name in figures_of([str(folders[1]), f'--out={tmp_path}/one'])
-    assert 'measuring' not in capsys.readouterr().out
-    shutil.copy(folders[1] / 'model_4.pt', folders[1] / 'ckpt.pt')
-    (folders[0] / 'model_8.pt').unlink()
-    figures_of([str(tmp_path / 'runs'), f'--out={tmp_path}/out'])
-    assert re.findall('measuring (.*)', capsys.readouterr().out) == [str(folders[1] / 'ckpt.pt')]
-    changed = pd.read_csv(tmp_path / 'out/checkpoints.csv', dtype={'run': str}).set_index(['run', 'file'])
-    assert changed.step[str(folders[1])].tolist() == [4, 4] and len(changed) == len(found)
-
-    for folder in folders:  # only models that have ended: no figure
-        for path in [*folder.glob('model_*.pt'), *folder.glob('statistics*')]:
-            path.unlink()
-    (folders[1] / 'ckpt.pt').unlink()
-    assert name not in figures_of([str(tmp_path / 'runs'), f'--out={tmp_path}/out'])
-    refused(lambda: analyze.main([str(tmp_path / 'data')]), 'no run')
+    (stopped / 'model_4.pt').rename(stopped / 'ckpt.pt')
+    (done / 'model_8.pt').unlink()
+    analysed(done.parent, f'--out={tmp_path}/out')
+    assert re.findall('measuring (.*)', capsys.readouterr().out) == [str(stopped / 'ckpt.pt')]
+    changed = pd.read_csv(tmp_path / 'out/checkpoints.csv').set_index(['run', 'file'])
+    assert changed.step[str(stopped)].tolist() == [4, 4] and len(changed) == len(found)
 
 
-def test_bf16_cost():
-    """At a mean logit of 400, of the same weights with logits of either dtype."""
-    from test_facts import tiny_gpt
-    tokens = torch.randint(64, (200, 17), generator=torch.Generator().manual_seed(0))
-    for dtype in ('float32', 'bfloat16'):
-        gpt = tiny_gpt(dtype='float32', logits_dtype=dtype)
-        hidden = gpt.hidden
-        with torch.no_grad():
-            gpt.E[:, 0] = 400
-        gpt.hidden = lambda tokens, hidden=hidden: F.pad(hidden(tokens)[..., 1:], (1, 0), value=1.0)
-        numbers = analyze.measure_model(gpt, tokens)['numbers']
-        with torch.no_grad():
-            h = gpt.hidden(tokens[:, :-1]).flatten(0, 1)
-        logits = [(h.bfloat16() @ gpt.E.bfloat16().T).float(), h @ gpt.E.T]
-        bf16, fp32 = (F.cross_entropy(x, tokens[:, 1:].flatten()).item() for x in logits)
-        assert numbers['bf16_cost'] == pytest.approx(bf16 - fp32, abs=1e-5) and bf16 - fp32 > 0.02
-        assert numbers['cross_entropy'] == pytest.approx(bf16 if dtype == 'bfloat16' else fp32, abs=1e-5)
+def test_no_figure_of_models_that_have_ended(trained, tmp_path):
+    trained('run', '--steps=2')
+    assert [*analysed(tmp_path / 'run', f'--out={tmp_path}/out').figures] == ['training_tiny_untied_lr0.003']
