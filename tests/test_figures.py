@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 
 import analyze
 from model import GPT, gpt_config
-from test_analysis import analysed
+from test_analysis import analysed, shown_of
 from tools import report
 
 # -------- a made-up sweep with all that the paper ran, but for some sizes and values of λ
@@ -74,11 +74,6 @@ def made_up_curve(run):
     return lines
 
 
-def write(folder, **tables):
-    for name, rows in tables.items():
-        pd.DataFrame(rows).to_csv(folder / f'{name}.csv', index=False)
-
-
 @pytest.fixture(scope='module')
 def complete(tmp_path_factory):
     """What is shown of the whole made-up sweep, and the folder of its analysis."""
@@ -88,9 +83,9 @@ def complete(tmp_path_factory):
     for run in runs:
         if (run['size'], run['weight_tying'], run['lr'], run['seed']) == ('16M', 0, 0.3, 1):
             curves += made_up_curve(run)
-    write(folder, r=runs, distributions=made_up_distributions(runs), curves=curves)
     with plt.rc_context({'figure.dpi': 40}):
-        shown = analysed(f'--results={folder}/r.csv', f'--out={folder}', files=True)
+        shown = shown_of(folder, files=True, results=runs, curves=curves,
+                         distributions=made_up_distributions(runs))
     shown.folder = folder
     return shown
 
@@ -98,10 +93,7 @@ def complete(tmp_path_factory):
 @pytest.fixture
 def drawn(tmp_path):
     """drawn(runs, more tables): the figures of csv files with these rows."""
-    def draw(runs, **tables):
-        write(tmp_path, r=runs, **tables)
-        return analysed(f'--results={tmp_path}/r.csv', f'--out={tmp_path}').figures
-    return draw
+    return lambda runs, **tables: shown_of(tmp_path, results=runs, **tables).figures
 
 
 # -------- what is on an axis, and what should be
@@ -320,16 +312,6 @@ def test_figures_of_less(drawn):
     assert mu_norm.lines[0].get_xdata().tolist() == [1, 2]
 
 
-def test_scale():
-    """Logarithmic beyond ten times the median; zeros and values below zero are shown too."""
-    for values, expected in (([2, 3, 29], 'linear'), ([0, 0.1, 9], 'linear'), ([0, 3, 31], 1),
-                             ([-3, 3, 2000], 100)):
-        figure, ax = plt.subplots()
-        report.scale(ax, pd.Series(values))
-        assert expected in (ax.get_yscale(), getattr(ax.yaxis.get_transform(), 'linthresh', None))
-        plt.close(figure)
-
-
 def test_lrs_beside_the_papers(complete):
     """LRS as the tables have it, the mean of Eq. 21, and the paper's where sizes and rates are the same."""
     for tying, word in report.TYING.items():
@@ -345,7 +327,7 @@ def test_lrs_beside_the_papers(complete):
         printed = by_lam['100'][by_lam.LRS == "the paper's"].tolist()
         assert printed == {'untied': ['0.054', '0.055'], 'tied': ['-', '-']}[word]  # Table 4 is untied
 
-    runs = analyze.read_runs(complete.folder / 'r.csv')
+    runs = analyze.read_runs(complete.folder / 'results.csv')
     runs = runs[runs['size'] == '16M']
     for others in (runs[runs.lr < 0.3], runs.assign(size='1B'), runs.assign(steps=1000)):
         lrs, _ = analyze.learning_rate_sensitivity(others)
@@ -359,7 +341,7 @@ def test_overhead(complete):
     assert table.device.tolist() == 2 * ['a card', "the paper's"]
     assert table['z-loss'].tolist() == [f'{1.05 / 1.09 - 1:.1%}', '6.4%', f'{1.05 / 1.09 - 1:.1%}', '0.8%']
 
-    runs = analyze.read_runs(complete.folder / 'r.csv')
+    runs = analyze.read_runs(complete.folder / 'results.csv')
     runs = runs[(runs['size'] == '16M') & runs.variant.isin(['baseline', 'μ-loss'])]
 
     def added(**changes):
