@@ -96,9 +96,9 @@ def drawn(tmp_path):
     return lambda runs, **tables: shown_of(tmp_path, results=runs, **tables).figures
 
 
-# -------- what is on an axis, and what should be
+# -------- what is on an axis, and what should be: [(a line's name in the legend, its points)], and of each
+# point [x, lowest, mean and highest of the seeds, whether it is filled]
 def check_lines(ax, figure, expected):
-    """An axis has these lines, [(its name in the legend, its points)], each point as over_rates has it."""
     names = {}
     for handle, text in zip(figure.legends[0].get_lines(), figure.legends[0].get_texts(), strict=True):
         names.setdefault(to_hex(handle.get_color()), text.get_text())
@@ -121,13 +121,16 @@ def is_behind(variant, size, tying, lr):
     return np.mean(losses) > 1.01 * lowest_loss(size, tying)
 
 
-def over_rates(variant, size, tying, column='test_loss', rates=RATES):
-    """[learning rate, lowest, mean and highest of the seeds, whether it is filled] of each point."""
-    points = []
-    for lr in rates:
-        values = [made_up_run(variant, size, tying, lr, seed)[column] for seed in SEEDS]
-        points.append([lr, min(values), np.mean(values), max(values), is_behind(variant, size, tying, lr)])
-    return points
+def over_rates(variants, sizes, tying, column='test_loss', rates=RATES):
+    lines = []
+    for size, variant in product(sizes, variants):
+        points = []
+        for lr in rates:
+            values = [made_up_run(variant, size, tying, lr, seed)[column] for seed in SEEDS]
+            filled = is_behind(variant, size, tying, lr)
+            points.append([lr, min(values), np.mean(values), max(values), filled])
+        lines.append((variant, points))
+    return lines
 
 
 def lrs_of_seeds(variant, size, tying):
@@ -139,14 +142,16 @@ def lrs_of_seeds(variant, size, tying):
     return found
 
 
-def lrs_over_sizes(variant, tying):
-    """[parameters, lowest, mean and highest LRS of the seeds, whether it is filled] of each point."""
-    points = []
-    for size, n_params in SIZES.items():
-        lrs = lrs_of_seeds(variant, size, tying)
-        filled = any(is_behind(variant, size, tying, lr) for lr in RATES)
-        points.append([n_params, min(lrs), np.mean(lrs), max(lrs), filled])
-    return points
+def over_sizes(variants, tying):
+    lines = []
+    for variant in variants:
+        points = []
+        for size, n_params in SIZES.items():
+            lrs = lrs_of_seeds(variant, size, tying)
+            filled = any(is_behind(variant, size, tying, lr) for lr in RATES)
+            points.append([n_params, min(lrs), np.mean(lrs), max(lrs), filled])
+        lines.append((variant, points))
+    return lines
 
 
 # -------- each figure and table of the paper
@@ -187,11 +192,9 @@ def test_loss_against_lr(tying, complete):
     """Figures 2 and 9: above all sizes and rates, below a panel for each size at the two largest rates."""
     figure = complete.figures[f'loss_{report.TYING[tying]}']
     whole, *zooms = figure.axes
-    expected = [(name, over_rates(name, size, tying)) for size in SIZES for name in OF_METHODS]
-    check_lines(whole, figure, expected)
+    check_lines(whole, figure, over_rates(OF_METHODS, SIZES, tying))
     for ax, size in zip(zooms, SIZES, strict=True):
-        expected = [(name, over_rates(name, size, tying, rates=RATES[-2:])) for name in OF_METHODS]
-        check_lines(ax, figure, expected)
+        check_lines(ax, figure, over_rates(OF_METHODS, [size], tying, rates=RATES[-2:]))
         assert ax.get_title() == size
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [*OF_METHODS, *SIZES]
 
@@ -201,7 +204,7 @@ def test_lrs_against_size(tying, complete):
     """Figures 3 and 10."""
     figure = complete.figures[f'lrs_{report.TYING[tying]}']
     (ax,) = figure.axes
-    check_lines(ax, figure, [(name, lrs_over_sizes(name, tying)) for name in OF_METHODS])
+    check_lines(ax, figure, over_sizes(OF_METHODS, tying))
     assert [label.get_text() for label in ax.get_xticklabels()] == [*SIZES]
 
 
@@ -213,24 +216,21 @@ def test_statistics(complete):
             ('summary_tied', ['test_loss', 'logit_mean'], ['baseline', 'μ-loss', 'μ-centering'], ['16M'])):
         figure = complete.figures[name]
         for ax, column in zip(figure.axes, columns, strict=True):
-            expected = []
-            for size, variant in product(sizes, variants):
-                expected.append((variant, over_rates(variant, size, 1, column)))
-            check_lines(ax, figure, expected)
+            check_lines(ax, figure, over_rates(variants, sizes, 1, column))
             assert ax.get_ylabel() == report.LABELS.get(column, 'test loss')
 
 
 def test_ablation(complete):
     """Figure 8: a column for z-loss and one for μ-loss, each point compared with all points of its size."""
     figure = complete.figures['ablation_untied']
-    left, right, below_left, below_right = figure.axes
-    for top, bottom, title, names in (
-            (left, below_left, 'z-loss', {'λ = 0.0001': 'z-loss', 'λ = 0.1': 'z-loss λ=0.1'}),
-            (right, below_right, 'μ-loss', {'λ = 0.0001': 'μ-loss', 'λ = 100': 'μ-loss λ=100'})):
+    lam_of = {'z-loss': 'λ = 0.0001', 'z-loss λ=0.1': 'λ = 0.1',
+              'μ-loss': 'λ = 0.0001', 'μ-loss λ=100': 'λ = 100'}
+    top_left, top_right, left, right = figure.axes
+    for top, bottom, title in ((top_left, left, 'z-loss'), (top_right, right, 'μ-loss')):
+        variants = [name for name in lam_of if name.startswith(title)]
+        check_lines(top, figure, [(lam_of[name], points) for name, points in over_rates(variants, SIZES, 0)])
+        check_lines(bottom, figure, [(lam_of[name], points) for name, points in over_sizes(variants, 0)])
         assert top.get_title() == title
-        expected = [(lam, over_rates(names[lam], size, 0)) for size in SIZES for lam in names]
-        check_lines(top, figure, expected)
-        check_lines(bottom, figure, [(lam, lrs_over_sizes(names[lam], 0)) for lam in names])
 
 
 def test_distributions(complete):
