@@ -65,24 +65,18 @@ def made_up_distributions(runs):
     return rows
 
 
-def made_up_curve(run):
-    """Rows of curves.csv: a loss at each 10 steps, a val loss at 20."""
-    lines = [dict(run=run['run'], step=20, val_loss=4.5 + run['test_loss'])]
-    for step in range(10, 101, 10):
-        loss = 5 - step / 100 + run['test_loss']
-        lines.append(dict(run=run['run'], step=step, loss=loss, mu_norm=step, logit_mean=step))
-    return lines
-
-
 @pytest.fixture(scope='module')
 def complete(tmp_path_factory):
     """What is shown of the whole made-up sweep, and the folder of its analysis."""
     folder = tmp_path_factory.mktemp('complete')
     runs = made_up_runs()
     curves = []
-    for run in runs:
-        if (run['size'], run['weight_tying'], run['lr'], run['seed']) == ('16M', 0, 0.3, 1):
-            curves += made_up_curve(run)
+    for variant in VARIANTS:
+        run = made_up_run(variant, '16M', 0, 0.3, 1)
+        curves.append(dict(run=run['run'], step=20, val_loss=4.5 + run['test_loss']))
+        for step in range(10, 101, 10):
+            loss = 5 - step / 100 + run['test_loss']
+            curves.append(dict(run=run['run'], step=step, loss=loss, mu_norm=step))
     with plt.rc_context({'figure.dpi': 40}):
         shown = shown_of(folder, files=True, results=runs, curves=curves,
                          distributions=made_up_distributions(runs))
@@ -98,6 +92,11 @@ def drawn(tmp_path):
 
 # -------- what is on an axis, and what should be: [(a line's name in the legend, its points)], and of each
 # point [x, lowest, mean and highest of the seeds, whether it is filled]
+def ends_of(bars):
+    """The low and the high end of each of some vertical bars."""
+    return np.array(bars.get_segments())[:, :, 1]
+
+
 def check_lines(ax, figure, expected):
     names = {}
     for handle, text in zip(figure.legends[0].get_lines(), figure.legends[0].get_texts(), strict=True):
@@ -111,7 +110,7 @@ def check_lines(ax, figure, expected):
         x, low, mean, high, filled = np.transpose(points)
         np.testing.assert_allclose(line.get_xydata(), np.transpose([x, mean]))
         np.testing.assert_allclose(marker.get_offsets(), line.get_xydata())
-        np.testing.assert_allclose(np.array(bar.get_segments())[:, :, 1], np.transpose([low, high]))
+        np.testing.assert_allclose(ends_of(bar), np.transpose([low, high]))
         faces = [to_hex(face) != '#ffffff' for face in marker.get_facecolors()]
         assert faces == filled.astype(bool).tolist()
 
@@ -156,7 +155,7 @@ def over_sizes(variants, tying):
 
 # -------- each figure and table of the paper
 def test_page(complete):
-    """All of them in their order; a name is text."""
+    """All of them in their order, and each sentence."""
     names = []
     for word in ('untied', 'tied'):
         names += [f'{name}_{word}' for name in ('summary', 'loss', 'lrs', 'statistics', 'fact_3', 'ablation')]
@@ -233,28 +232,26 @@ def test_ablation(complete):
         assert top.get_title() == title
 
 
-def test_distributions(complete):
+@pytest.mark.parametrize('name, i, quantity, threshold, percent', [
+    ('r_emb_tied', 0, 'r_emb', 1, 45), ('r_emb_tied', 1, 'cos_mu_h', 0, 70),  # 80% and 60% below 0
+    ('r_cos_tied', 0, 'r_cos', 1, 45), ('r_cos_tied', 1, 'r_log', 1, 45)])
+def test_distributions(name, i, quantity, threshold, percent, complete):
     """Figures 11 and 12: quartiles, median, extrema and a share of the baseline; a row for each size."""
-    for name, quantities in (('r_emb_tied', ['r_emb', 'cos_mu_h']), ('r_cos_tied', ['r_cos', 'r_log'])):
-        axes = complete.figures[name].axes
-        assert [ax.get_title(loc='left') for ax in axes[:4]] == ['16M', '16M', '221M', '221M']
-        for i, (size, quantity) in enumerate(product(SIZES, quantities)):
-            left, right = axes[i], axes[i + 4]
-            low = np.array(RATES) + 0.1 * STATISTICS[4:].index(quantity)  # see made_up_distributions
-            box, line = [np.array(drawn.get_segments())[:, :, 1] for drawn in left.collections]
-            np.testing.assert_allclose(box, np.transpose([low + 2.5, low + 5.5]))
-            np.testing.assert_allclose(line, np.transpose([low + 1, low + 9]))
-            levels = [drawn.get_ydata() for drawn in left.lines if drawn.get_marker() == '_']
-            np.testing.assert_allclose(levels, [low + 1, low + 3.5, low + 9])
-            (threshold,) = [drawn.get_ydata()[0] for drawn in left.lines if drawn.get_linestyle() == ':']
-            assert threshold == {'cos_mu_h': 0}.get(quantity, 1)
+    axes = complete.figures[name].axes  # those of the shares are the second half
+    low = np.array(RATES) + 0.1 * STATISTICS[4:].index(quantity)  # see made_up_distributions
+    for size, left, right in (('16M', axes[i], axes[4 + i]), ('221M', axes[2 + i], axes[6 + i])):
+        boxes, ranges = left.collections
+        np.testing.assert_allclose(ends_of(boxes), np.transpose([low + 2.5, low + 5.5]))
+        np.testing.assert_allclose(ends_of(ranges), np.transpose([low + 1, low + 9]))
+        lowest, median, highest, dotted = left.lines
+        for line, values in ((lowest, low + 1), (median, low + 3.5), (highest, low + 9)):
+            np.testing.assert_allclose(line.get_xydata(), np.transpose([RATES, values]))
+        assert dotted.get_ydata()[0] == threshold
+        assert left.get_title(loc='left') == size and left.get_ylabel() == report.LABELS[quantity]
 
-            percent = 70 if quantity == 'cos_mu_h' else 45  # 80% and 60% below 0, the commoner sign
-            np.testing.assert_allclose(right.lines[0].get_xydata(), [[lr, percent] for lr in RATES])
-            faces = [to_hex(face) for face in right.collections[0].get_facecolors()]
-            behind = [is_behind('baseline', size, 1, lr) for lr in RATES]
-            assert faces == ['#ff0000' if x else '#ffffff' for x in behind]
-            assert left.get_ylabel() == report.LABELS[quantity]
+        np.testing.assert_allclose(right.lines[0].get_xydata(), [[lr, percent] for lr in RATES])
+        filled = [to_hex(face) != '#ffffff' for face in right.collections[0].get_facecolors()]
+        assert filled == [is_behind('baseline', size, 1, lr) for lr in RATES]
 
 
 def test_distributions_of_some_runs(drawn):
