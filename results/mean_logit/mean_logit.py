@@ -97,7 +97,7 @@ def draw(runs):
     for ax in (left, right):
         ax.set(xscale='log', yscale='log', ylim=(FLOOR * 0.9, 9))
         ax.legend(loc='upper left', fontsize=8)
-    figure.savefig(HERE / 'figure.png', dpi=90)
+    figure.savefig(HERE / 'figure.png', dpi=75)
 
 
 if __name__ == '__main__':

@@ -209,7 +209,7 @@ def gain_table():
     last['share'] = last[SHARES].sum(axis=1)
     rows = runs[['run', 'seed', 'arm', 'tokens', 'test_loss']].merge(last, on='run')
     lines = []
-    for (tokens, arm), part in rows.groupby(['tokens', 'arm'], sort=False):
+    for (tokens, arm), part in rows.groupby(['tokens', 'arm']):
         cells = [by_seed(part, column, digits) for column, digits in GAIN.values()]
         if arm == 'without':
             cells[-2:] = ['', '']
@@ -383,6 +383,7 @@ def draw_gain():
     """What the last LayerNorm does, with a gain and without, against the step: a line for each seed."""
     runs = read('gain')
     runs['tokens'] = runs.batch_size * runs.block_size
+    runs = runs.sort_values(['tokens', 'arm'])
     rows = read('gain', 'last_norm')
     rows['share'] = rows[SHARES].sum(axis=1)
     panels = {'share': 'energy in four dimensions', 'gain_1': 'gain of the largest dimension',
