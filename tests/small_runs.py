@@ -19,6 +19,7 @@ assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equa
 PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # its own of each of pytest's workers
 
 
+# -------- data, and what a run leaves
 def shard(tokens):
     """The bytes of a shard, as modded-nanogpt has them."""
     header = [20240520, 1, len(tokens)] + [0] * 253
@@ -44,16 +45,20 @@ def result_of(folder):
 
 def state_of(folder):
     """All that a run has left, without times. It has kept its last step, with --keep_every."""
-    model, result = load(folder)['model'], without_times(result_of(folder))
+    result = without_times(result_of(folder))
     last = load(folder, f'model_{result["model_step"]}.pt')
-    return {'log': log_of(folder), 'result': result, 'model': model, 'last': last['model'],
-            'optimizer': last['optimizer']}
+    return {'log': log_of(folder), 'result': result, 'model': load(folder)['model'],
+            'last': last['model'], 'optimizer': last['optimizer']}
 
 
-def kill(model):
-    signal.raise_signal(signal.SIGKILL)
+def float64_model(*given, make_model=train.make_model):
+    """make_model, but in float64, where sums differ by 1e-16."""
+    model, optimizer = make_model(*given)
+    model.double().config.logits_dtype = 'float64'
+    return model, optimizer
 
 
+# -------- what happens in a run
 def at_step(number, act):
     """This process calls act(model) as it begins step `number`."""
     def train_step(model, optimizer, batch, step, *more, real=train.train_step, **named):
@@ -63,6 +68,17 @@ def at_step(number, act):
     train.train_step = train_step
 
 
+def send(numbers, model):
+    """This process gets these signals."""
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def kill(model):
+    signal.raise_signal(signal.SIGKILL)
+
+
+# -------- ranks
 def free_port():
     with socket.socket() as s:
         return next(port for port in PORTS if s.connect_ex(('127.0.0.1', port)))  # nobody listens there
@@ -71,12 +87,9 @@ def free_port():
 def ranks(world, argv, stderr, main=train.main, prepare=()):
     """Starts main(argv) in `world` processes, whose errors go to <stderr><rank>; only rank 0 reads argv."""
     shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
-    return [process(main, ['--x'] if rank else argv, stderr=f'{stderr}{rank}', prepare=prepare,
-                    env={**shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}) for rank in range(world)]
-
-
-def float64_model(*given, make_model=train.make_model):
-    """make_model, but in float64, where sums differ by 1e-16."""
-    model, optimizer = make_model(*given)
-    model.double().config.logits_dtype = 'float64'
-    return model, optimizer
+    started = []
+    for rank in range(world):
+        env = {**shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}
+        argv_of_rank = ['--x'] if rank else argv
+        started.append(process(main, argv_of_rank, f'{stderr}{rank}', env, prepare))
+    return started

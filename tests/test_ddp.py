@@ -1,9 +1,6 @@
 """Any number of ranks makes the same run; an error in one of them, a signal or a kill, concerns all."""
-import functools
-import os
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch.distributed.run
 import small_runs
 import train
 from conftest import ROOT, finish, process
-from small_runs import SMALL, assert_same, at_step, free_port, kill, load, log_of, ranks, state_of
+from small_runs import SMALL, assert_same, at_step, kill, load, log_of, ranks, state_of
 
 
 def in_float64():
@@ -32,6 +29,7 @@ def test_number_of_ranks(corpus, tmp_path):
         for rank in ranks(world, argv, tmp_path / 'stderr', prepare=(in_float64,)):
             finish(rank, 0)
         runs.append((log_of(out), load(out)['model']))
+
     (log, weights), *others = runs
     assert [e['step'] for e in log] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
     for other_log, other_weights in others:
@@ -58,61 +56,6 @@ def test_killed_ranks(corpus, tmp_path):
     assert load(killed)['config']['run_id'] == stopped['config']['run_id']
 
 
-def flip_bits(model):
-    """The last bit of one weight, in rank 1 alone."""
-    model.module.E.data[0, :1].view(torch.int32).bitwise_xor_(train.RANK)
-
-
-def test_ranks_that_differ(corpus, tmp_path):
-    """All of them end before they save: the checkpoint is of before they differed."""
-    flags = [*SMALL, '--steps=4', '--ckpt_every=3', f'--data={corpus}', f'--out={tmp_path}/run']
-    for i, rank in enumerate(ranks(2, flags, tmp_path / 'stderr', prepare=(at_step, 2, flip_bits))):
-        finish(rank, 2)
-        assert 'the ranks differ in their weights of step 3' in (tmp_path / f'stderr{i}').read_text()
-    assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 0
-
-
-def other_code(folder):
-    """Rank 1 has another model.py, as on a node with an older clone."""
-    if train.RANK == 1:
-        for name in ('train.py', 'model.py'):
-            shutil.copy(f'{ROOT}/{name}', folder)
-        with open(f'{folder}/model.py', 'a') as file:
-            file.write('# older')
-        train.__file__ = f'{folder}/train.py'
-
-
-def other_torch(folder):
-    if train.RANK == 1:
-        torch.__version__ = '2.12.0'
-
-
-def other_data(folder):
-    """Rank 1 has another val shard behind the same path."""
-    if train.RANK == 1:
-        tokens = train.fingerprint
-        train.fingerprint = lambda folder: tokens(folder)[::-1]
-
-
-@pytest.mark.parametrize('differ', [other_code, other_torch, other_data])
-def test_nodes_that_differ(differ, corpus, tmp_path, monkeypatch):
-    """Are refused before the first step."""
-    monkeypatch.chdir(tmp_path)
-    os.mkdir('node1')
-    flags = [*SMALL, '--steps=2', f'--data={corpus}', '--out=run']
-    chdir = functools.partial(in_folder, str(tmp_path), differ, str(tmp_path / 'node1'))
-    for i, rank in enumerate(ranks(2, flags, tmp_path / 'stderr', prepare=(chdir,))):
-        finish(rank, 2)
-        line = (tmp_path / f'stderr{i}').read_text().splitlines()[-1]
-        assert 'the ranks differ in the code, PyTorch or --data' in line, line
-    assert not (tmp_path / 'run/log.jsonl').exists()
-
-
-def in_folder(folder, act, *given):
-    os.chdir(folder)
-    act(*given)
-
-
 def signal_in_rank_1(model):
     if train.RANK == 1:
         signal.raise_signal(signal.SIGTERM)
@@ -126,32 +69,42 @@ def test_signal_to_one_rank(corpus, tmp_path):
     assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 3
 
 
-def launchers(port, flags):
-    """torchrun on each of two nodes, with a rank each."""
-    common = ['--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={port}',
-              '--start_method=fork']
-    return [process(torch.distributed.run.main,
-                    [*common, f'--node_rank={node}', '--run_path', f'{ROOT}/train.py', *flags], daemon=False)
-            for node in range(2)]
+def flip_a_bit(model):
+    """The last bit of one weight, in rank 1 alone."""
+    model.module.E.data[0, :1].view(torch.int32).bitwise_xor_(train.RANK)
 
 
-def test_two_nodes(corpus, tmp_path):
-    """With --nnodes=2, SIGTERM to one launcher ends both; the same commands go on bit for bit."""
-    flags = [*SMALL, '--steps=300', '--ckpt_every=0', '--keep_every=300', '--log_every=10']
-    flags.append(f'--data={corpus}')
-    whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
-    for rank in ranks(2, [*flags, f'--out={whole}'], tmp_path / 'stderr'):
-        finish(rank, 0)
+def test_weights_that_differ(corpus, tmp_path):
+    """All ranks end before they save: the checkpoint is of before they differed."""
+    flags = [*SMALL, '--steps=4', '--ckpt_every=3', f'--data={corpus}', f'--out={tmp_path}/run']
+    for i, rank in enumerate(ranks(2, flags, tmp_path / 'stderr', prepare=(at_step, 2, flip_a_bit))):
+        finish(rank, 2)
+        assert 'weights of step 3' in (tmp_path / f'stderr{i}').read_text()
+    assert load(tmp_path / 'run', 'ckpt.pt')['step'] == 0
 
-    nodes = launchers(free_port(), [*flags, f'--out={stopped}'])
-    log = stopped / 'log.jsonl'
-    while not (log.exists() and '"step": 10' in log.read_text()):
-        assert nodes[0].is_alive()
-        time.sleep(0.01)
-    nodes[1].terminate()
-    for node in nodes:
-        finish(node, 1)
-    assert 10 <= load(stopped, 'ckpt.pt')['step'] < 300
-    for node in launchers(free_port(), [*flags, f'--out={stopped}']):
-        finish(node, 0)
-    assert_same(state_of(stopped), state_of(whole))
+
+def other_node(differs, folder):
+    """Rank 1 is on a node with an older clone, another PyTorch, or other data behind the same path."""
+    if train.RANK == 0:
+        return
+    if differs == 'torch':
+        torch.__version__ = '2.12.0'
+    elif differs == 'data':
+        train.fingerprint = lambda folder: 'of other data'
+    else:
+        for name in ('train.py', 'model.py'):
+            shutil.copy(f'{ROOT}/{name}', folder)
+        with open(f'{folder}/{differs}', 'a') as file:
+            file.write('# older')
+        train.__file__ = f'{folder}/train.py'
+
+
+@pytest.mark.parametrize('differs', ['train.py', 'model.py', 'torch', 'data'])
+def test_nodes_that_differ(differs, corpus, tmp_path):
+    """Are refused before the first step."""
+    flags = [*SMALL, '--steps=2', f'--data={corpus}', f'--out={tmp_path}/run']
+    prepare = (other_node, differs, str(tmp_path))
+    for i, rank in enumerate(ranks(2, flags, tmp_path / 'stderr', prepare=prepare)):
+        finish(rank, 2)
+        assert 'the code, PyTorch or --data' in (tmp_path / f'stderr{i}').read_text()
+    assert not (tmp_path / 'run/log.jsonl').exists()

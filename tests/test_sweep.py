@@ -1,8 +1,8 @@
 """sweep.sh: the commands of its grids. The runner: what runs, on which GPUs, after failures and signals."""
+import functools
 import io
+import math
 import os
-import random
-import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, refused
 from tools import runner
 
 PAPER = 'baseline weight_decay z_loss soft_capping mu_loss mu_centering'.split()
@@ -26,17 +26,17 @@ SIZES = '16M 29M 57M 109M 221M'.split()
 
 # -------- sweep.sh
 def sweep(*grid, status=0, **env):
-    """sweep.sh's stdout and stderr, with the variables `env` and none of the caller's."""
+    """What sweep.sh prints, with the variables `env` and none of the caller's; on stderr if it fails."""
     env = {'PATH': ENV['PATH'], 'NPROC': '1', 'DRY_RUN': '1', **env}
     done = subprocess.run(['bash', 'sweep.sh', *grid], cwd=ROOT, env=env, text=True, capture_output=True)
     assert done.returncode == status, done
-    return done.stdout, done.stderr
+    return done.stderr if status else done.stdout
 
 
 def plan(*grid, **env):
     """The settings of a grid's runs, as train.py reads them from the commands: all that is on stdout."""
     runs = []
-    for line in sweep(*grid, **env)[0].splitlines():
+    for line in sweep(*grid, **env).splitlines():
         python, program, *flags = shlex.split(line)
         assert (python, program) == ('python', 'train.py')
         runs.append(train.parser.parse_args(flags))
@@ -55,11 +55,12 @@ def assert_grid(runs, names, expected, same):
 def test_the_papers_grids():
     same = {'steps': 100_000, 'seed': 1, 'data': 'data/fineweb', 'batch_size': 64, 'block_size': 2048}
     names = ['lr', 'size', 'weight_tying', 'method', 'lam']
-    assert_grid(plan(), names, product(LRS, SIZES, [False, True], PAPER, [None]), same)
-    ablation = product(LRS, SIZES, [False], ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100])
-    assert_grid(plan('ablation'), names, ablation, same)
-    for grid in ('paper', 'ablation'):
-        assert {os.path.dirname(run.out) for run in plan(grid)} == {'out/paper'}
+    paper, ablation, check = plan(), plan('ablation'), plan('check')
+    assert_grid(paper, names, product(LRS, SIZES, [False, True], PAPER, [None]), same)
+    of_ablation = product(LRS, SIZES, [False], ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100])
+    assert_grid(ablation, names, of_ablation, same)
+    assert_grid(check, names, product([0.3], ['16M'], [False], ['baseline', 'mu_centering'], [None]), same)
+    assert {os.path.dirname(run.out) for run in paper + ablation} == {'out/paper'}
 
 
 def test_grids_for_a_cpu():
@@ -72,31 +73,6 @@ def test_grids_for_a_cpu():
     laptop = [(method, lr, 0.1 if method == 'mu_loss' else None, 'bfloat16')
               for method in PAPER for lr in LRS]
     assert_grid(plan('laptop'), names, laptop, {**same, 'steps': 100_000})
-    assert len(plan('demo', TYING='untied tied')) == 8
-
-    out = {run.method: run.out for run in plan('laptop', LRS='1e-3')}
-    assert out['mu_loss'] == 'out/laptop/laptop-untied-mu_loss-lam0.1-lr0.001-s1'
-    assert out['z_loss'] == 'out/laptop/laptop-untied-z_loss-lr0.001-s1'
-
-
-def test_check():
-    """Two runs, or as the variables say; stdout has the commands alone."""
-    names = ['method', 'size', 'weight_tying', 'lr', 'steps', 'batch_size', 'block_size', 'lam', 'cap']
-    same = ('16M', False, 0.3, 100_000, 64, 2048, None, None)
-    assert_grid(plan('check'), names, [('baseline', *same), ('mu_centering', *same)], {'final_gain': True})
-    assert 'check trains 2 runs' in sweep('check')[1]
-    assert [run.size for run in plan('check', METHODS='mu_loss', SIZES='16M 29M')] == ['16M', '29M']
-
-
-@pytest.mark.parametrize('threads', ['1', '64'])
-def test_jobs_of_the_demo(threads, tmp_path):
-    """As many as there are cores, whatever OMP_NUM_THREADS says."""
-    (tmp_path / 'python').write_text('#!/bin/sh\necho "$@" >>calls\n')
-    (tmp_path / 'python').chmod(0o755)
-    env = {'PATH': f'{tmp_path}:{ENV["PATH"]}', 'OMP_NUM_THREADS': threads}
-    subprocess.run(['bash', f'{ROOT}/sweep.sh', 'demo'], cwd=tmp_path, env=env, check=True)
-    *_, started = (tmp_path / 'calls').read_text().splitlines()
-    assert started == f'-m tools.runner --jobs={len(os.sched_getaffinity(0))}'
 
 
 def test_variables():
@@ -106,260 +82,201 @@ def test_variables():
                 'steps': 40, 'data': 'd &', 'out': "o $(x)'/29M-tied-z_loss-lam3e-05-lr0.05-s7",
                 'beta2': 0.99, 'log_every': 8}
     assert vars(run).items() >= settings.items()
-    assert plan('demo', FLAGS='--batch_size=16')[0].batch_size == 16  # the user's flags win
+    run, = plan('laptop', METHODS='mu_loss', LRS='1e-3', FLAGS='--batch_size=16')
+    assert run.batch_size == 16  # the user's flags win
+    assert run.out == 'out/laptop/laptop-untied-mu_loss-lam0.1-lr0.001-s1'
 
 
 def test_what_sweep_refuses():
-    assert 'METHODS' in sweep('--help')[0]
-    assert 'demo demo' in sweep('demo', 'demo', status=2)[1]
-    assert 'False' in sweep(TYING='False', status=2)[1]
+    assert 'demo demo' in sweep('demo', 'demo', status=2)
+    assert 'False' in sweep(TYING='False', status=2)
 
 
-@pytest.mark.parametrize('gpus, env, n', [
-    (8, {}, 8), (6, {'JOBS': '2'}, 3), (0, {}, 1), (8, {'NPROC': '3'}, 3), (8, {'JOBS': '9'}, 1),
-    (8, {'FLAGS': '--device=cpu'}, 1)])
-def test_what_sweep_starts(tmp_path, gpus, env, n):
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize('grid, gpus, env, jobs, processes', [
+    ('paper', 8, {}, 1, 8), ('paper', 6, {'JOBS': '2'}, 2, 3), ('paper', 0, {}, 1, 1),
+    ('paper', 8, {'NPROC': '3'}, 1, 3), ('paper', 8, {'FLAGS': '--device=cpu'}, 1, 1),
+    ('demo', 8, {'OMP_NUM_THREADS': '64'}, CORES, 1)])  # it has as many jobs as there are cores
+def test_what_sweep_starts(tmp_path, grid, gpus, env, jobs, processes):
     """The runner, in its place, so that signals reach it; with as many GPUs a run as there are."""
-    (tmp_path / 'python').write_text(
-        f'#!/bin/sh\n[ "$1" != -c ] || exec echo {gpus}\necho $$ "$@" >>calls; cat >>calls\n')
-    (tmp_path / 'python').chmod(0o755)
-    env = {'PATH': f'{tmp_path}:{ENV["PATH"]}', 'SIZES': '16M', 'LRS': '0.1', 'METHODS': 'mu_loss',
-           'TYING': 'tied', 'DATA': 'data/chars', **env}
-    started = subprocess.Popen(['bash', f'{ROOT}/sweep.sh'], cwd=tmp_path, env=env,
+    python = tmp_path / 'python'
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exec echo {gpus}\necho $$ "$@" >>calls; cat >>calls\n')
+    python.chmod(0o755)
+    env = {'PATH': f'{tmp_path}:{ENV["PATH"]}', 'DATA': 'data/chars', **env}
+    started = subprocess.Popen(['bash', f'{ROOT}/sweep.sh', grid], cwd=tmp_path, env=env,
                                stdin=subprocess.DEVNULL)
     assert started.wait() == 0
-    prepared, run, line = (tmp_path / 'calls').read_text().strip().splitlines()
+    prepared, run, line, *_ = (tmp_path / 'calls').read_text().splitlines()
     assert prepared.endswith(' prepare_fineweb.py --source=stdlib --tokenizer=chars --out=data/chars')
-    assert run == f'{started.pid} -m tools.runner --jobs={env.get("JOBS", 1)}'
-    launch = 'python' if n == 1 else f'torchrun --standalone --nproc_per_node={n}'
-    assert line.startswith(f'{launch} train.py --data=data/chars --size=16M')
+    assert run == f'{started.pid} -m tools.runner --jobs={jobs}'
+    launch = 'python' if processes == 1 else f'torchrun --standalone --nproc_per_node={processes}'
+    assert line.startswith(f'{launch} train.py --data=data/chars --size=')
 
 
 # -------- the runner
-# Stands in for train.py. What its runs do between their start and their end, a test writes to `act`.
-TRAIN = """
-import os, signal, sys, time
-from pathlib import Path
+class StandIn:
+    """In place of a run's subprocess.Popen: it ends when it has been polled once to three times."""
 
-out = Path(next(word[6:] for word in sys.argv if word.startswith('--out=')))
-notes = open('notes', 'a')
+    def __init__(self, runs, words, env, stdout, stderr):
+        self.runs, self.out = runs, Path(stdout.name).parent
+        self.gpus = env['CUDA_VISIBLE_DEVICES'].split(',') if env['CUDA_VISIBLE_DEVICES'] else []
+        self.polls_left = 1 + len(runs.started) % 3
+        self.calls = []
+        runs.started.append(self)
+        self.at_work = [run for run in runs.started if run.polls_left]  # as this one starts
+        stdout.write(f'log of {self.out.name}\n'.encode())
 
-def note(what):
-    print(what, out.name, os.getpid(), os.environ['CUDA_VISIBLE_DEVICES'], file=notes, flush=True)
+    def poll(self):
+        self.polls_left -= 1
+        if self.polls_left:
+            return None
+        if self.out.name not in self.runs.unlucky:
+            train.save({}, f'{self.out}/result.json')
+        return 1  # the result decides: another runner may have done this run meanwhile
 
-def starts():
-    return Path('notes').read_text().count('start')
+    def terminate(self):
+        self.calls.append('terminate')
 
-note('start')
-signal.alarm(200)  # no test waits for ever
-exec(Path('act').read_text())
-time.sleep(0.08)  # so that runs that are started together are seen together
-(out / 'result.json').write_text('{}')
-note('end')
-print(*sys.argv)
-"""
+    def wait(self):
+        self.calls.append('wait')
 
 
 class Runs:
-    """A folder with a list of commands, in which the runner is called."""
+    """The runner's list in an empty folder, and what it has started and analysed."""
 
-    def __init__(self, corpus, monkeypatch, capsys):
-        self.monkeypatch, self.capsys, self.lines = monkeypatch, capsys, []
-        self.flags = f'--size=tiny --block_size=32 --batch_size=12 --dtype=float32 --data={corpus}'
-        Path('train.py').write_text(TRAIN)
-        Path('launch').write_text('shift; exec python "$@"')
+    def __init__(self, corpus, monkeypatch):
+        self.flags = f'--size=tiny --block_size=32 --batch_size=12 --data={corpus}'
+        self.lines, self.started, self.analysed = [], [], []
+        self.unlucky = ''  # the names of runs that leave no result
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr(subprocess, 'Popen', functools.partial(StandIn, self))
+        monkeypatch.setattr(runner.analyze, 'main', self.analysed.extend)
+        monkeypatch.setattr(time, 'sleep', lambda seconds: None)
+        monkeypatch.setattr(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
 
-    def add(self, flags='', processes=1):
-        launch = 'python' if processes == 1 else f'sh launch --nproc_per_node={processes}'
-        name = f'--seed={len(self.lines)} --out="out/my runs/r{len(self.lines)}"'
-        self.lines.append(f'{launch} train.py {self.flags} {name} {flags}')
+    def add(self, flags='', launch='python'):
+        self.lines.append(f'{launch} train.py {self.flags} --out="out/my runs/r{len(self.lines)}" {flags}')
 
-    def call(self, *flags, gpus='', act=''):
-        """The runner with GPUs of such names -> its exit status, what it printed, what it analysed."""
-        analysed = []
-        Path('notes').write_text('')
-        Path('act').write_text(act)
-        self.monkeypatch.setenv('PATH', '/usr/bin:/bin')  # without this python
-        self.monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
-        if gpus.startswith('0,'):  # all there are
-            self.monkeypatch.delenv('CUDA_VISIBLE_DEVICES')
-        replace = self.monkeypatch.setattr
-        replace(torch.cuda, 'device_count', lambda: len(gpus.split(',')) if gpus else 0)
-        replace(torch.cuda, 'is_available', lambda: gpus != '')
-        replace(runner.analyze, 'main', analysed.extend)
-        replace(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
-        replace(sys, 'stdin', io.StringIO('\n\n # python train.py\n'.join(self.lines)))
-        status = 0
-        try:
-            runner.main([*flags])
-        except SystemExit as end:
-            status = end.code
-        return status, ''.join(self.capsys.readouterr()).splitlines(), analysed
-
-    def notes(self, what=''):
-        """[what, name, pid, GPUs] of each start and end, or of one of these."""
-        lines = Path('notes').read_text().splitlines()
-        return [line.split(' ') for line in lines if line.startswith(what)]
+    def call(self, *flags):
+        self.started.clear()
+        self.analysed.clear()
+        self.monkeypatch.setattr(sys, 'stdin', io.StringIO('\n\n # python train.py\n'.join(self.lines)))
+        runner.main([*flags])
 
 
 @pytest.fixture
-def runs(corpus, tmp_path, monkeypatch, capsys):
+def runs(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return Runs(corpus, monkeypatch, capsys)
+    return Runs(corpus, monkeypatch)
 
 
-@pytest.mark.parametrize('names, jobs', [('0,1,2,3', 2), ('7,2,5,4', 1), ('GPU-a,GPU-b', 2), ('0,1', 3)])
-def test_any_list(runs, names, jobs):
-    """Of runs on one GPU, several, or none, of which two fail and are tried again by the same command."""
-    rng, gpus = random.Random(names), names.split(',')
-    needs = {f'r{i}': rng.choice([0, 1, max(1, len(gpus) // jobs)]) for i in range(7)}
-    for n in needs.values():
-        runs.add(f'--device={"cuda" if n else "cpu"}', n or 1)
-    broken = rng.sample([*needs], 2)
-    for fail, todo in (broken, [*needs]), ([], broken):
-        act = f'''while starts() < {min(jobs, len(todo))}: time.sleep(0.01)  # as many go at once
-if out.name in {fail}: note('end'), sys.exit('error: no luck')'''
-        status, (first, *progress), analysed = runs.call(f'--jobs={jobs}', gpus=names, act=act)
-        assert {*re.findall('r[0-9]', str(status))} == {*fail} and bool(status) == bool(fail)
-        assert first.startswith(f'{len(todo)} of 7 runs') and analysed == ['out/my runs']
-        assert [line.split(' min left] ')[0] for line in progress] == [
-            f'[{i}/{len(todo)}, about {10 * (len(todo) - i)}' for i in range(1, len(todo) + 1)]
-        assert sum(line.endswith(': error: no luck') for line in progress) == len(fail)
-        assert sorted(name for _, name, *_ in runs.notes('start')) == sorted(todo)
-        at_work = {}
-        for what, name, _, given in runs.notes():
-            if what == 'end':
-                del at_work[name]
-                continue
-            at_work[name] = given.split(',') if given else []
-            taken = Counter(sum(at_work.values(), []))
-            assert len(at_work[name]) == needs[name] and len(at_work) <= jobs and taken.keys() <= {*gpus}
-            assert all(n <= -(-jobs // len(gpus)) for n in taken.values())  # rounded up: some are shared
-    log = Path('out/my runs', broken[0], 'run.log').read_text()  # of both times
-    assert log.startswith('error: no luck\ntrain.py --size=tiny')
+@pytest.mark.parametrize('visible, gpus, jobs, processes', [
+    (None, '0 1 2 3', 2, 2), ('7,2,5,4', '7 2 5 4', 1, 3), ('GPU-a,GPU-b', 'GPU-a GPU-b', 3, 1)])
+def test_gpus(runs, monkeypatch, visible, gpus, jobs, processes):
+    """`jobs` runs at a time, each on the GPUs that the fewest others use; one of the runs needs none."""
+    gpus = gpus.split()
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: len(gpus))
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    if visible:
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+    launch = 'python' if processes == 1 else f'torchrun --nproc_per_node={processes}'
+    needs = 2 * [processes] + [0] + 4 * [processes]
+    for n in needs:
+        runs.add('--device=cuda', launch) if n else runs.add('--device=cpu')
+    runs.call(f'--jobs={jobs}')
+    assert [len(run.gpus) for run in runs.started] == needs
+    assert max(len(run.at_work) for run in runs.started) == jobs
+    for run in runs.started:
+        taken = Counter(gpu for other in run.at_work for gpu in other.gpus)
+        assert taken.keys() <= {*gpus}
+        assert max(taken.values(), default=0) <= math.ceil(jobs / len(gpus))  # shared if there are too few
+
+
+def test_failures(runs, capsys):
+    """They are named, end nothing else, and are tried again by the same command."""
+    for _ in range(3):
+        runs.add()
+    runs.unlucky = 'r0 r1 r2'
+    with pytest.raises(SystemExit, match=': r0 r1 r2$'):
+        runs.call()
+    assert not runs.analysed  # there is nothing
+
+    runs.unlucky = 'r1'
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=': r1$'):
+        runs.call()
+    assert runs.analysed == ['out/my runs']
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        '[1/3, about 20 min left] r0: log of r0', '[2/3, about 10 min left] r1: log of r1',
+        '[3/3, about 0 min left] r2: log of r2']
+
+    runs.unlucky = ''
+    runs.call()
+    assert [run.out.name for run in runs.started] == ['r1']
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals(runs, number):
-    """r1 and r2 are at work when the runner is signalled: they end before it."""
-    for _ in range(4):
+def test_signals(runs, number, monkeypatch):
+    """The runs at work are told to save, and end before the runner does."""
+    for _ in range(3):
         runs.add()
-    act = f'''if out.name in ('r1', 'r2'):
-    while starts() < 3: time.sleep(0.01)
-    if out.name == 'r2': os.kill(os.getppid(), {number:d})
-    time.sleep(100)'''
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    status, _, analysed = runs.call('--jobs=2', act=act)
-    assert 'same command resumes' in status and not analysed
-    signal.signal(signal.SIGINT, before)
-    assert [name for _, name, *_ in runs.notes('end')] == ['r0']
-    for _, _, pid, _ in runs.notes('start'):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
-
-    runs.capsys.readouterr()
-    status, printed, analysed = runs.call('--jobs=2')
-    assert status == 0 and printed[0].startswith('3 of 4 runs') and analysed
-    assert len([*Path('out').glob('*/*/result.json')]) == 4
+    monkeypatch.setattr(time, 'sleep', lambda seconds: signal.raise_signal(number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
+    with pytest.raises(SystemExit, match='resumes'):
+        runs.call('--jobs=2')
+    assert [run.calls for run in runs.started] == 2 * [['terminate', 'wait']] and not runs.analysed
 
 
-@pytest.mark.parametrize('flags, named', [
-    (['', '--bta=1'], '--bta'), (['', '--data=none'], 'none'), (['', '--lr=nan'], '--lr'),
-    (['--out="out/my runs/s/x"'], 'seed=9')])
-def test_what_is_refused_before_the_first_run(runs, flags, named):
-    """By train.read_command, as train.py itself would; x is there, with another seed."""
-    args = train.read_command([*runs.flags.split(), '--seed=9', '--out=out/my runs/s/x'])
-    Path(args.out).mkdir(parents=True)
-    train.save(vars(args), f'{args.out}/config.json')
-    for of_run in flags:
-        runs.add(of_run)
-    status, printed, _ = runs.call()
-    assert status == 2 and named in printed[-1] and len(printed) < 3 and not runs.notes()
+def save_config(folder, flags, processes=1):
+    """As a run of these flags leaves it."""
+    os.makedirs(folder)
+    args = train.read_command(shlex.split(flags), processes)
+    train.save(vars(args), f'{folder}/config.json')
 
 
-def test_no_jobs(runs):
+def test_what_is_refused_before_the_first_run(runs):
+    """What train.py itself would refuse: a flag, the folder of another run."""
     runs.add()
-    status, printed, _ = runs.call('--jobs=0')
-    assert status == 2 and '--jobs' in printed[-1] and not runs.notes()
+    refused(lambda: runs.call('--jobs=0'), '--jobs')
+    runs.add('--lr=nan')
+    refused(runs.call, '--lr')
+    save_config('out/my runs/r1', f'{runs.flags} --seed=9')
+    runs.lines[1] = runs.lines[1].replace('--lr=nan', '')
+    refused(runs.call, 'seed=9')
+    assert not runs.started
 
 
-def test_check_starts_nothing(runs):
+def test_check_starts_nothing(runs, capsys):
     """On a login node without GPUs, where runs on GPUs have begun, in their default dtype."""
-    runs.flags = runs.flags.replace('--dtype=float32', '')
-    runs.add(processes=4)
-    runs.add(processes=4)
-    done = 'out/my runs/r0'
-    args = train.read_command([*runs.flags.split(), '--seed=0', '--device=cuda', f'--out={done}'], 4)
-    Path(done).mkdir(parents=True)
-    train.save(vars(args), f'{done}/config.json')
-    train.save({}, f'{done}/result.json')
-
-    status, printed, analysed = runs.call('--check')
-    assert status == 0 and len(printed) == 1 and printed[0].startswith('1 of 2 runs')
-    assert not analysed and not runs.notes() and os.listdir('out/my runs') == ['r0']
-    runs.lines[0] += ' --eps=1'
-    status, printed, _ = runs.call('--check')
-    assert status == 2 and 'eps=' in printed[-1]
+    for _ in range(2):
+        runs.add(launch='torchrun --nproc_per_node=4')
+    save_config('out/my runs/r0', f'{runs.flags} --device=cuda', 4)
+    train.save({}, 'out/my runs/r0/result.json')
+    runs.call('--check')
+    assert capsys.readouterr().out.startswith('1 of 2 runs')
+    assert not runs.analysed and not runs.started and os.listdir('out/my runs') == ['r0']
 
 
-def test_shell_variables(runs, monkeypatch):
-    """They are what a shell would make of them: no folder is named $SCRATCH."""
+def test_processes(corpus, tmp_path, monkeypatch):
+    """They are of the runner's Python, with $SCRATCH as a shell has it; their logs go on."""
+    (tmp_path / 'train.py').write_text("""if True:
+        import sys
+        from pathlib import Path
+        out = Path(sys.argv[-1].removeprefix('--out='))
+        if not (out / 'run.log').read_text():
+            sys.exit('no luck')
+        (out / 'result.json').write_text('{}')
+        print(out)""")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('PATH', '/usr/bin:/bin')
     monkeypatch.setenv('SCRATCH', 'my scratch')
-    for folder in ('$SCRATCH', '${SCRATCH}'):
-        runs.add()
-        runs.lines[-1] = runs.lines[-1].replace('out/my runs', f'{folder}/out')
-    status, _, analysed = runs.call()
-    assert status == 0 and analysed == ['my scratch/out']
-    assert {path.parent.name for path in Path('my scratch/out').glob('*/result.json')} == {'r0', 'r1'}
-
-
-@pytest.mark.parametrize('task, runs_list', [('', 'runs.txt'), ('1', 'lost.txt')])
-def test_slurm_without_a_line(task, runs_list, tmp_path):
-    """Neither a job without --array nor a lost list may seem done; without --array nothing is run."""
-    (tmp_path / 'runs.txt').write_text('touch ran\n')
-    env = {**os.environ, 'SLURM_ARRAY_JOB_ID': '9', 'SLURM_ARRAY_TASK_ID': task}
-    done = subprocess.run(['bash', f'{ROOT}/tools/slurm.sh', runs_list], env=env, cwd=tmp_path)
-    assert done.returncode != 0 and not (tmp_path / 'ran').exists()
-
-
-def test_slurm_with_several_nodes(tmp_path):
-    """Each task has a port of its own. A list of one-process runs would train each of them twice."""
-    for name, line in (('scontrol', 'echo node1; echo node2'), ('srun', 'echo "$@"')):
-        (tmp_path / name).write_text(f'#!/bin/sh\n{line}\n')
-        (tmp_path / name).chmod(0o755)
-    lines = ['torchrun --standalone --nproc_per_node=4 train.py --lr=1', 'python train.py']
-    (tmp_path / 'runs.txt').write_text('\n'.join(lines))
-    env = {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'SLURM_ARRAY_JOB_ID': '9', 'SLURM_NTASKS': '2',
-           'SLURM_CPUS_PER_TASK': '8'}
-    ports = []
-    for line, job, status in (('1', '9', 0), ('1', '20010', 0), ('3', '9', 2), ('2', '11', 2)):
-        env |= {'SLURM_ARRAY_TASK_ID': line, 'SLURM_JOB_ID': job}
-        done = subprocess.run(['bash', f'{ROOT}/tools/slurm.sh', 'runs.txt'], env=env, cwd=tmp_path,
-                              text=True, capture_output=True)
-        assert done.returncode == status
-        ports += re.findall(r'--nnodes=2 .*--rdzv_endpoint=node1:(\d+) .*=4 train.py --lr=1', done.stdout)
-    assert ports == ['10009', '10010']
-    assert 'line 2' in done.stderr
-
-
-def test_nothing_to_analyse(runs):
-    """All runs fail before they begin: the line that names them is what is left."""
-    runs.add()
-    status, _, analysed = runs.call(act="sys.exit('error: no luck')")
-    assert 'r0' in status and not analysed
-
-
-def test_done_by_another_runner(runs):
-    """Two runners of one list at once: a run that the other one has done meanwhile has not failed."""
-    runs.add()
-    status, _, analysed = runs.call(act="""(out / 'result.json').write_text('{}')
-sys.exit('error: the folder is locked by another process')""")
-    assert status == 0 and analysed
-
-
-def test_preempted(runs):
-    """A run that a signal has ended after a checkpoint is not done, and the same command goes on."""
-    runs.add()
-    status, printed, _ = runs.call(act="sys.exit(143)")
-    assert 'r0' in status and printed[0].startswith('1 of 1')
-    assert runs.call()[0] == 0
+    monkeypatch.setattr(runner.analyze, 'main', lambda folders: None)
+    command = f'python train.py --size=tiny --block_size=32 --data={corpus} --out="$SCRATCH/r0"'
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(command))
+    with pytest.raises(SystemExit, match='r0'):
+        runner.main([])
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(command))
+    runner.main([])
+    assert Path('my scratch/r0/run.log').read_text() == 'no luck\nmy scratch/r0\n'
