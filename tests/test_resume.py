@@ -57,7 +57,7 @@ def test_killed_at_any_moment(corpus, whole, tmp_path):
     """What was being written is half there; the log has half a line more, or has lost its end."""
     run, copies = whole
     steps = set()
-    for i, copy in enumerate(copies):
+    for i, copy in enumerate([*copies, run]):
         out = shutil.copytree(copy, tmp_path / copy.name)
         for file in out.glob('*.tmp'):
             os.truncate(file, file.stat().st_size // 2)

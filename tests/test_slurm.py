@@ -79,31 +79,25 @@ def wait_until(condition, seconds=400):
         time.sleep(0.5)
 
 
-@pytest.fixture
-def submit():
-    """submit(*arguments) of sbatch -> the job's id."""
-    if not shutil.which('sbatch') or subprocess.run(['scontrol', 'ping'], timeout=60).returncode != 0:
-        pytest.skip('no controller of Slurm answers')
-    jobs = []
-
-    def sbatch(*arguments):
-        jobs.append(call('sbatch', '--parsable', *arguments))
-        return jobs[-1]
-    yield sbatch
-    subprocess.run(['scancel', *jobs])
+def starts(log):
+    """The steps from which the run of a task's log was started."""
+    return [int(step) for step in re.findall(r'from step (\d+)', log.read_text())]
 
 
-def test_array(submit, corpus, tmp_path):
+def test_array(corpus, tmp_path):
     """
     Runs on two nodes, which are one here. The first task of two gets the signal that comes before the time
     limit: its ranks save, it requeues itself and no other task, goes on, and ends as the second one.
     """
+    if not shutil.which('sbatch') or subprocess.run(['scontrol', 'ping']).returncode != 0:
+        pytest.skip('no controller of Slurm answers')
     run = ' '.join(['torchrun --standalone --nproc_per_node=1 train.py', *SMALL, '--steps=3000',
                     '--log_every=100', '--ckpt_every=0', '--eval_every=0', f'--data={corpus}'])
     a, b = tmp_path / 'a', tmp_path / 'b'
     (tmp_path / 'runs.txt').write_text(f'{run} --out={a}\n{run} --out={b}\n')
-    job = submit('--gpus-per-node=0', '--cpus-per-task=1', '--time=10', '--ntasks=2', '--array=1-2',
-                 f'--output={tmp_path}/%a.log', 'tools/slurm.sh', f'{tmp_path}/runs.txt')
+    job = call('sbatch', '--parsable', '--gpus-per-node=0', '--cpus-per-task=1', '--time=10', '--ntasks=2',
+               '--array=1-2', f'--output={tmp_path}/%a.log', 'tools/slurm.sh', f'{tmp_path}/runs.txt')
+
     log = a / 'log.jsonl'
     wait_until(lambda: log.exists() and '"step": 300,' in log.read_text())
     call('scancel', '--signal=USR1', '--batch', f'{job}_1')
@@ -112,8 +106,8 @@ def test_array(submit, corpus, tmp_path):
     call('scontrol', 'update', f'JobId={job}_1', 'StartTime=now+5')
     wait_until(lambda: (a / 'result.json').exists() and (b / 'result.json').exists())
 
-    first, second = re.findall(r'from step (\d+)', (tmp_path / '1.log').read_text())
-    assert first == '0' and int(second) >= 300
-    assert re.findall(r'from step (\d+)', (tmp_path / '2.log').read_text()) == ['0']
+    first, second = starts(tmp_path / '1.log')
+    assert first == 0 and second >= 300
+    assert starts(tmp_path / '2.log') == [0]
     assert log_of(a) == log_of(b)
     assert_same(load(a)['model'], load(b)['model'])

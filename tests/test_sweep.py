@@ -152,7 +152,7 @@ class Runs:
         self.unlucky = ''  # the names of runs that leave no result
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(subprocess, 'Popen', functools.partial(StandIn, self))
-        monkeypatch.setattr(runner.analyze, 'main', self.analysed.extend)
+        monkeypatch.setattr(runner.analyze, 'main', self.analysed.append)
         monkeypatch.setattr(time, 'sleep', lambda seconds: None)
         monkeypatch.setattr(time, 'monotonic', count(0, 600).__next__)  # ten minutes a run
 
@@ -207,7 +207,7 @@ def test_failures(runs, capsys):
     capsys.readouterr()
     with pytest.raises(SystemExit, match=': r1$'):
         runs.call()
-    assert runs.analysed == ['out/my runs']
+    assert runs.analysed == [['out/my runs']]
     assert capsys.readouterr().out.splitlines()[1:] == [
         '[1/3, about 20 min left] r0: log of r0', '[2/3, about 10 min left] r1: log of r1',
         '[3/3, about 0 min left] r2: log of r2']
