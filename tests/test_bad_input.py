@@ -13,30 +13,27 @@ FLAGS = {train: '''
     --lr=nan -> --lr
     --grad_clip=-0.5 -> --grad_clip=-0.5
     --min_lr=1 -> --min_lr=1, --lr
-    --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
     --steps=40.5 -> --steps, 40.5
-    --steps=inf -> --steps, inf
-    --warmup=0.1 -> --warmup, 0.1
-    --log_every=2.5 -> --log_every, 2.5
     --steps=0 -> --steps=0
-    --batch_size=0 -> --batch_size=0
-    --block_size=0 -> --block_size=0
     --micro_batch_size=0 -> --micro_batch_size=0
-    --n_layer=0 -> --n_layer=0
-    --n_layer=1.5 -> --n_layer, 1.5
-    --seed=1.5 -> --seed, 1.5
+    --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
     --n_embd=30 -> --n_embd=30, --n_head=4
     --rope_fraction=2 -> --rope_fraction=2
     --data={bad}/own -> own, meta.json, --vocab_size
     --vocab_size=100 -> 257, --vocab_size
-    --data=/nowhere -> /nowhere, *_train_, prepare_fineweb.py
+    --data=/nowhere -> /nowhere, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
-    --data={bad}/long -> x_train_000000.bin, uint16
     --data={bad}/few --vocab_size=64 -> few, --block_size=32
-    --data={bad}/part -> part, unfinished
     ''', prepare_fineweb: '''
+    --tokens=0 -> --tokens
+    --val_tokens=0 -> --val_tokens
+    --shard_tokens=3e9 -> --shard_tokens
+    --source=local -> --files
+    --files=x -> --source=local
     --source=local --files={bad}/*.TXT -> no file, *.TXT
-    --shard_tokens=3e9 -> 2^31
+    --source=local --files={bad}/a.doc -> a.doc
+    --source=pretokenized --tokenizer=bytes -> --source=pretokenized
+    --tokenizer=chars -> --tokenizer=chars
     ''', analyze: '''
     -> --results
     {bad}/few -> {bad}/few
@@ -49,9 +46,10 @@ GOOD = shard(range(257))
 TRAIN, VAL = 'x_train_000000.bin', 'x_val_000000.bin'
 FILES = {
     'good/meta.json': b'{"vocab_size": 257}', f'good/{TRAIN}': GOOD, f'good/{VAL}': GOOD,
-    'part/meta.json': b'{"vocab_size": 257, "done": false}', f'part/{TRAIN}': GOOD, f'part/{VAL}': GOOD,
-    f'own/{TRAIN}': GOOD, f'own/{VAL}': GOOD, f'cut/{TRAIN}': GOOD[:-2], f'long/{TRAIN}': GOOD + 2 * b'x',
-    f'few/{TRAIN}': shard(range(3)), f'few/{VAL}': GOOD, 'a.doc': b'x', 'x.txt': b'x',
+    f'own/{TRAIN}': GOOD, f'own/{VAL}': GOOD,
+    f'cut/{TRAIN}': GOOD[:-2],
+    f'few/{TRAIN}': shard(range(3)), f'few/{VAL}': GOOD,
+    'a.doc': b'x',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'no_runs.csv': b'method,size,weight_tying,lr,test_loss\n'}
 
