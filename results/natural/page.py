@@ -187,7 +187,7 @@ def methods_table():
         lines.append([name, *(by_seed(of_method, column, digits) for column, digits in columns)])
     order = [*METHODS.values(), *others.name.unique()]
     lines.sort(key=lambda line: order.index(line[0]))
-    return markdown(lines, ['', 'test loss', 'mean logit', '‖μ‖', 'largest training loss'])
+    return markdown(lines, ['', 'test loss', 'mean logit', '‖μ‖', 'largest logged training loss'])
 
 
 def last_of(rows):
