@@ -27,7 +27,9 @@ def test_runs(trained, tmp_path, capsys):
     """
     folder = trained('run', '--steps=2', '--block_size=16')
     saved = train.read_checkpoint(f'{folder}/model.pt')
-    saved['model']['lm_head.weight'][257:] = torch.randn(63, 32)  # larger than those of tokens
+    E = saved['model']['lm_head.weight']
+    E[:257] = torch.randn(257, 32)  # so that each context has another token
+    E[257:] = 9 * torch.randn(63, 32)
     train.save(saved, f'{folder}/model.pt')
     gpt = GPT(gpt_config(saved['config']))
     gpt.load_state_dict(saved['model'])
