@@ -10,7 +10,7 @@ from small_runs import SMALL, shard
 # Flags -> what the line must contain. {bad} is a folder of the FILES below.
 FLAGS = {train: '''
     --lam=1 -> --lam, --method=baseline
-    --lr=nan -> --lr
+    --eps=nan -> --eps=nan
     --grad_clip=-0.5 -> --grad_clip=-0.5
     --min_lr=1 -> --min_lr=1, --lr
     --steps=40.5 -> --steps, 40.5

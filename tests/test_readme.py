@@ -53,7 +53,7 @@ def test_commands():
     """The flags of the programs, and those that sweep.sh is given for train.py, are known."""
     text = (README + TOOLS).replace('\\\n', ' ')
     commands = re.findall(r'(\w+)\.py (--[^#\n`]*)', text)
-    commands += [('train', flags) for flags in re.findall("FLAGS='(.*?)'", text)]
+    commands += [('train', flags) for _, flags in re.findall(r"""FLAGS=(['"])(.*?)\1""", text)]
     for name, flags in commands:
         importlib.import_module(name).parser.parse_args(flags.split())
 
