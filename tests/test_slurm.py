@@ -19,9 +19,8 @@ def task(tmp_path):
         'scontrol': 'case $1 in show) echo node1; echo node2;; *) echo "$@" $(cat saved) >>calls;; esac',
         'srun': 'echo "$@" >>calls',
         'run': '''trap "sleep 0.3; echo saved >saved; exit $2" TERM
-            sleep 0.3  # slurm.sh is waiting by then
-            kill -$1 $PPID
-            for i in $(seq 300); do sleep 0.1; done'''}
+            # again and again, as slurm.sh does not know its run at once
+            for i in $(seq 300); do kill -$1 $PPID; sleep 0.1; done'''}
     for name, script in scripts.items():
         (tmp_path / name).write_text(f'#!/bin/sh\n{script}\n')
         (tmp_path / name).chmod(0o755)
