@@ -301,6 +301,7 @@ SLOW_GAINS = {  # the learning rate of the last gain, as a multiple of that of a
     'gain at 1e-3': 1e-3,
     'gain at 10^-3.5': 10 ** -3.5,
     'gain at 1e-4': 1e-4,
+    'gain at 1e-4, fp32 logits': 1e-4,
 }
 
 
@@ -382,8 +383,11 @@ def list_runs():
     # a gain that learns slowly
     for seed in SEEDS:
         for arm in SLOW_GAINS:
-            add('slow_gain', arm, one(arm, '--final_gain --keep_every=400', seed))
-    for arm in SLOW_GAINS:
+            flags = '--final_gain --keep_every=400'
+            if arm.endswith('fp32 logits'):
+                flags += ' --logits_dtype=float32'
+            add('slow_gain', arm, one(arm, flags, seed))
+    for arm in ('gain at 1e-3', 'gain at 10^-3.5', 'gain at 1e-4'):
         add('slow_gain', arm, one(arm, '--final_gain --keep_every=5000', 1, '3e-1', '100000'))
 
     # the grid's baseline again, with the distributions of Figures 11 and 12

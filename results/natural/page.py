@@ -224,6 +224,8 @@ def slow_gain_table():
     runs['highest'] = runs.run.map(curves.groupby('run').logit_mean.max())
     last = last_of(read('slow_gain', 'last_norm')).set_index('run')
     runs['gain'] = runs.run.map(last.gain_1)
+    runs['scale'] = runs.arm.map(SLOW_GAINS)
+    runs = runs.sort_values(['lr', 'scale', 'arm'], ascending=[False, False, True])
     columns = ('test_loss', 2), ('logit_mean', 0), ('highest', 0), ('h_norm', 2), ('gain', 3)
     lines = []
     for (rate, arm), part in runs.groupby(['lr', 'arm'], sort=False):
@@ -405,7 +407,8 @@ def draw_gain():
     save_figure('gain', figure)
 
 
-SLOW_COLORS = {'gain at 1e-3': '#00B945', 'gain at 10^-3.5': '#FF9500', 'gain at 1e-4': '#FF2C00'}
+SLOW_COLORS = {'gain at 1e-3': '#00B945', 'gain at 10^-3.5': '#FF9500', 'gain at 1e-4': '#FF2C00',
+               'gain at 1e-4, fp32 logits': 'black'}
 
 
 def draw_slow_gain():
