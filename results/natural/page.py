@@ -304,7 +304,7 @@ def write_png(name, png):
 def save_figure(name, figure):
     """Draws a figure of this file."""
     png = io.BytesIO()
-    figure.savefig(png, format='png', dpi=110)
+    figure.savefig(png, format='png', dpi=100)
     plt.close(figure)
     write_png(name, png.getvalue())
 
