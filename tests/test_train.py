@@ -87,10 +87,11 @@ def test_statistic_of_ones_own(trained, monkeypatch):
     def head_loss(logits, *given, real=model.head_loss):
         objective, stats = real(logits, *given)
         first = logits.detach()[:, 0]
-        return objective, {**stats, 'one': first.mean(), 'each': first}
+        return objective, {**stats, 'one': first.mean(), 'each': first, 'logit_max': first}
     monkeypatch.setattr(model, 'head_loss', head_loss)
     line = log_of(trained('run', '--steps=2', '--micro_batch_size=2'))[1]
     assert line['one'] == pytest.approx(line['each'], rel=1e-4) and line['one'] != 0
+    assert line['logit_max'] == line['each']  # not the largest |logit|, which has this name
 
 
 def test_fields_and_flags(monkeypatch):

@@ -232,8 +232,9 @@ def slow_gain_table():
         reach = SLOW_GAINS[arm] * rate * part.steps.iloc[0] / 2
         cells = [by_seed(part, column, digits) for column, digits in columns]
         lines.append([f'{rate:g}, {arm}', f'{reach:.1f}', *cells])
-    return markdown(lines, ['learning rate, scale', 'reach', 'test loss', 'mean logit', 'its largest', '‖h‖',
-                            'gain of the largest dimension'])
+    header = ['learning rate, scale', 'reach', 'test loss', 'mean logit', 'its largest', '‖h‖',
+              'gain of the largest dimension']
+    return markdown(lines, header)
 
 
 RARE_ARMS = ['baseline', 'fp32 logits', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering',
