@@ -74,6 +74,16 @@ def folder_hash(folder):
     return {path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.fixture(autouse=True)
+def signals():
+    """A run leaves its handlers of signals behind: its process ends with it. Here they are put back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
     """Shards of the standard library's source in bytes: one val shard and two train shards."""

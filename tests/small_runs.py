@@ -26,6 +26,10 @@ def shard(tokens):
     return np.array(header, '<i4').tobytes() + np.array(tokens, '<u2').tobytes()
 
 
+def read_shard(path):
+    return np.fromfile(path, '<u2', offset=1024)
+
+
 def without_times(entry):
     return {k: v for k, v in entry.items() if k not in ('tokens_per_second', 'train_seconds')}
 
@@ -85,11 +89,10 @@ def free_port():
 
 
 def ranks(world, argv, stderr, main=train.main, prepare=()):
-    """Starts main(argv) in `world` processes, whose errors go to <stderr><rank>; only rank 0 reads argv."""
+    """Starts main(argv) in `world` processes, whose errors go to <stderr><rank>."""
     shared = {'WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
     started = []
     for rank in range(world):
         env = {**shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}
-        argv_of_rank = ['--x'] if rank else argv
-        started.append(process(main, argv_of_rank, f'{stderr}{rank}', env, prepare))
+        started.append(process(main, argv, f'{stderr}{rank}', env, prepare))
     return started

@@ -10,27 +10,19 @@ from small_runs import SMALL, shard
 # Flags -> what the line must contain. {bad} is a folder of the FILES below.
 FLAGS = {train: '''
     --lam=1 -> --lam, --method=baseline
-    --eps=nan -> --eps=nan
-    --grad_clip=-0.5 -> --grad_clip=-0.5
-    --min_lr=1 -> --min_lr=1, --lr
+    --lambda=1 -> --lambda=1
     --steps=40.5 -> --steps, 40.5
-    --steps=0 -> --steps=0
-    --micro_batch_size=0 -> --micro_batch_size=0
+    --steps=0 -> --steps=0, step 0
     --micro_batch_size=3 -> --batch_size=4, --micro_batch_size
-    --n_embd=30 -> --n_embd=30, --n_head=4
-    --rope_fraction=2 -> --rope_fraction=2
-    --data={bad}/own -> own, meta.json, --vocab_size
-    --vocab_size=100 -> 257, --vocab_size
+    --vocab_size=100 -> 257, --vocab_size should be 320
+    --data={bad}/unfinished -> unfinished, prepare_fineweb.py
     --data=/nowhere -> /nowhere, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
     --data={bad}/few --vocab_size=64 -> few, --block_size=32
     ''', prepare_fineweb: '''
-    --tokens=0 -> --tokens
-    --val_tokens=0 -> --val_tokens
-    --shard_tokens=3e9 -> --shard_tokens
     --source=local -> --files
     --files=x -> --source=local
-    --source=local --files={bad}/*.TXT -> no file, *.TXT
+    --source=local --files={bad}/*.TXT -> *.TXT
     --source=local --files={bad}/a.doc -> a.doc
     --source=pretokenized --tokenizer=bytes -> --source=pretokenized
     --tokenizer=chars -> --tokenizer=chars
@@ -46,7 +38,8 @@ GOOD = shard(range(257))
 TRAIN, VAL = 'x_train_000000.bin', 'x_val_000000.bin'
 FILES = {
     'good/meta.json': b'{"vocab_size": 257}', f'good/{TRAIN}': GOOD, f'good/{VAL}': GOOD,
-    f'own/{TRAIN}': GOOD, f'own/{VAL}': GOOD,
+    'unfinished/meta.json': b'{"vocab_size": 257, "done": false}',
+    f'unfinished/{TRAIN}': GOOD, f'unfinished/{VAL}': GOOD,
     f'cut/{TRAIN}': GOOD[:-2],
     f'few/{TRAIN}': shard(range(3)), f'few/{VAL}': GOOD,
     'a.doc': b'x',

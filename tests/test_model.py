@@ -48,14 +48,6 @@ def test_final_gain():
     close(with_gain, without, rtol=0, atol=0)
 
 
-def test_bias_of_the_head():
-    """A bias that is added to lm_head alone would be trained, counted and saved, but never used."""
-    gpt = tiny_gpt()
-    gpt.lm_head.bias = torch.nn.Parameter(torch.zeros(64))
-    with pytest.raises(AssertionError, match='bias'):
-        gpt(*token_batch(0))
-
-
 def rope(x, d):
     """x (T, D): neighbours among the first d are a complex number, which position t turns."""
     angle = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(0, d, 2, dtype=F64) / d)

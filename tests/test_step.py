@@ -10,7 +10,7 @@ import prepare_fineweb
 import train
 from model import gpt_config
 from small_runs import SMALL, float64_model, load, log_of, result_of, shard
-from test_facts import close, tiny_gpt, token_batch
+from test_facts import close, tiny_gpt
 from test_model import settings
 
 
@@ -40,18 +40,6 @@ def test_other_settings(tmp_path, monkeypatch):
     assert settings(f'--data={tmp_path}').vocab_size == 320  # up to a multiple of 64
 
 
-def test_groups_of_parameters():
-    """A group has the schedule's rate times its lr_scale; a method that acts on E has the rate of E's."""
-    gpt = tiny_gpt()
-    before = gpt.E.detach().clone()
-    optimizer = torch.optim.AdamW([{'params': [gpt.wte.weight]}, {'params': [gpt.E], 'lr_scale': 0.5}])
-    optimizer.step = lambda: None  # AdamW's decay alone
-    args = train.parser.parse_args('--lr=0.1 --min_lr=0.1 --warmup=0 --method=adamw_decay --lam=0.2'.split())
-    train.train_step(gpt, optimizer, [token_batch(0)], 1, args)
-    assert [group['lr'] for group in optimizer.param_groups] == [0.1, 0.05]
-    close(gpt.E.detach(), before * (1 - 0.05 * 0.2), rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize('flags, gpu, dtype, micro_batch', [
     ('', True, 'bfloat16', 16), ('', False, 'float32', 2),
     ('--device=cpu --block_size=512 --batch_size=12', True, 'float32', 6),
@@ -63,31 +51,32 @@ def test_defaults_of_the_machine(flags, gpu, dtype, micro_batch, monkeypatch):
     assert (args.dtype, args.logits_dtype, args.micro_batch_size) == (dtype, dtype, micro_batch)
 
 
+class Numbers:
+    """Windows that hold nothing but their own number."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, ids):
+        return np.stack([ids, ids], axis=1)
+
+
+def window_ids(seed, step, batch_size, n):
+    """The windows that a step of train.load_batch reads."""
+    args = settings(f'--seed={seed}', f'--batch_size={batch_size}', '--device=cpu')
+    return [i for tokens, _ in train.load_batch(Numbers(n), step, args) for i in tokens.flatten().tolist()]
+
+
 def test_batch_order():
     """Values of the frozen RandomState stream: were they to change, old runs could not be resumed."""
-    assert train.batch_windows(1, 1, 5, 1000).tolist() == [775, 813, 549, 55, 416]
-    assert train.batch_windows(2**32 - 1, 8, 5, 10).tolist() == [1, 7, 8, 0, 3]
-    for batch_size, n in ((5, 12), (20, 3)):
-        order = np.concatenate([train.batch_windows(1, step, batch_size, n) for step in range(1, 37)])
-        assert (np.sort(order.reshape(-1, n)) == np.arange(n)).all()  # every epoch
-
-
-def test_fingerprint(tmp_path):
-    """It sees every token of val shards, and of a train shard its length and 16 blocks of 8,192 tokens."""
-    tokens = np.random.RandomState(0).randint(1, 2**16, 400_000)
-    paths = {split: tmp_path / f'x_{split}_000000.bin' for split in ('train', 'val')}
-    for path in paths.values():
-        path.write_bytes(shard(tokens))
-    seen = {train.fingerprint(str(tmp_path))}
-    changes = [('train', 25_000), ('train', 375_000), ('val', 24_999), ('val', 399_999)]
-    for split, i in changes:
-        changed = tokens.copy()
-        changed[i] ^= 1
-        paths[split].write_bytes(shard(changed))
-        train.fingerprint.cache_clear()
-        seen.add(train.fingerprint(str(tmp_path)))
-        paths[split].write_bytes(shard(tokens))
-    assert len(seen) == 1 + len(changes)
+    assert window_ids(1, 1, 5, 1000) == [775, 813, 549, 55, 416]
+    assert window_ids(2**32 - 1, 8, 5, 10) == [1, 7, 8, 0, 3]
+    epochs = np.array([window_ids(1, step, 5, 12) for step in range(1, 41)]).reshape(20, 10)
+    assert all(len(set(epoch)) == 10 for epoch in epochs.tolist())  # no window twice, two left out
+    assert set(epochs.flatten()) == set(range(12))  # by turns
 
 
 def make_shards(folder, split, lengths):
@@ -131,14 +120,14 @@ def test_a_run_written_out(seed, tmp_path, monkeypatch):
     def val_loss(n_tokens):
         n = min(len(val_windows), n_tokens // 16)
         windows = val_windows[[i * len(val_windows) // n for i in range(n)]]
-        logits = gpt.logits(windows[:, :-1])
+        logits = gpt.head(gpt.hidden(windows[:, :-1]))
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
 
     expected = [{'step': 0, 'val_loss': val_loss(args.eval_tokens)}]
     for step in range(1, args.steps + 1):
-        windows = train_windows[train.batch_windows(5, step, 4, len(train_windows))]
+        windows = train_windows[window_ids(5, step, 4, len(train_windows))]
         tokens, targets = windows[:, :-1], windows[:, 1:]
-        logits = gpt.logits(tokens).flatten(0, 1).detach()
+        logits = gpt.head(gpt.hidden(tokens)).flatten(0, 1).detach()
         loss = F.cross_entropy(logits, targets.flatten())
         objective, _ = gpt(tokens, targets)
         objective.backward()
