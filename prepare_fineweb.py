@@ -7,23 +7,22 @@ Turns text into token shards for train.py. Run the same command again to resume.
     python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib  # no network
 
 The first command downloads some 40 GB of text, from all over FineWeb's sample-100BT, and tokenizes
-it, in an hour or two of CPU time. The second one downloads 26 GB of tokens: shards from all over
+it, in an hour or two of CPU time. The second one downloads 26 GB of tokens, from all over
 kjj0/fineweb100B-gpt2, on which the authors trained.
 
-It writes <source>_val_000000.bin, which is held out, then <source>_train_000000.bin and so on, in
-the format of train.py. meta.json says how the shards were made, how far they are, and whether all
-that the command asks for is there ("done"). A larger --tokens adds train shards to a folder, and
-leaves val as it is: the runs before can still be measured, but not resumed.
+A folder gets *_val_000000.bin, which is held out, then *_train_000000.bin and so on, and meta.json:
+how they were made, and whether all are there. A larger --tokens adds train shards, and leaves val
+as it is.
 """
 import argparse
-import fnmatch
 import glob
 import hashlib
-import itertools
 import json
+import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import fsspec
@@ -32,33 +31,25 @@ import pyarrow.parquet
 import tiktoken
 from tqdm import tqdm
 
-from train import SHARD, check, integer, lock_folder, read_json, save, shard_length
-
-# the defaults of --name and --out
-DEFAULTS = {
-    'fineweb': ('sample-100BT', 'data/fineweb'),
-    'pretokenized': ('kjj0/fineweb100B-gpt2', 'data/fineweb'),
-    'local': (None, 'data/local'),
-    'stdlib': (None, 'data/stdlib')}
+from train import SHARD, check, integer, lock_folder, read_json, save
 
 parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbrev=False,
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 add = parser.add_argument
-add('--source', default='fineweb', choices=DEFAULTS, help='which text')
-add('--name', help="config of FineWeb, or a dataset of shards (%(default)s: see DEFAULTS)")
+add('--source', default='fineweb', choices=['fineweb', 'pretokenized', 'local', 'stdlib'])
+add('--name', default='sample-100BT', help='config of FineWeb')
 add('--files', type=os.path.expanduser, help='of --source=local, a quoted glob: .txt, .md, .rst, '
     '.jsonl or .parquet (with a field "text")')
 add('--out', type=os.path.expanduser, help='folder of the shards (%(default)s: in data/)')
 add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes', 'chars'],
     help='bytes and chars need no download; chars is for --source=stdlib alone')
 add('--tokens', type=integer, default=13_200_000_000, help='tokens to train on, at most')
-add('--val_tokens', type=integer, default=10_500_000, help='tokens held out: the first ones; of '
-    'local files the first 5,000 of every 50,000, up to about this many')
-add('--shard_tokens', type=integer, default=100_000_000, help='tokens in a train shard')
-add('--workers', type=integer, default=os.cpu_count(), help='threads that tokenize')
+add('--val_tokens', type=integer, default=10_500_000, help='tokens to hold out, at most: the '
+    'first ones, or of local files every tenth document, whose copies are left out')
+add('--shard_tokens', type=integer, default=100_000_000, help='tokens in a train shard, at most')
 
 
-# -------- files
+# -------- text
 def golden_order(items):
     """
     The items in another order: the first n of them, for any n, are spread evenly over all. A
@@ -67,6 +58,21 @@ def golden_order(items):
     golden_ratio = (5**0.5 - 1) / 2
     order = sorted(range(len(items)), key=lambda i: i * golden_ratio % 1)
     return [items[i] for i in order]
+
+
+def fineweb_files(name):
+    """The parquet files of a config of FineWeb: hf://datasets/HuggingFaceFW/fineweb@COMMIT/..."""
+    from datasets import load_dataset_builder  # takes a second
+    builder = load_dataset_builder('HuggingFaceFW/fineweb', name)
+    return golden_order(sorted(builder.config.data_files['train']))
+
+
+def local_files(pattern):
+    """The files that match a glob."""
+    known = ('.txt', '.md', '.rst', '.jsonl', '.parquet')
+    paths = [path for path in glob.glob(pattern, recursive=True) if path.endswith(known)]
+    check(paths, f'no {", ".join(known)} file matches {pattern}')
+    return golden_order(sorted(paths))
 
 
 def stdlib_files():
@@ -78,62 +84,12 @@ def stdlib_files():
     return [f'{root}/{name}' for name in names]
 
 
-def match(pattern):
-    """The paths that match a glob. Its ** follows links to folders, but enters none twice."""
-    if os.path.basename(pattern) == '**':  # all files
-        pattern += '/*'
-    top, stars, rest = pattern.partition('**/')
-    if not stars:
-        return set(glob.glob(pattern))
-
-    paths = set()
-    entered = set()
-    folders = sorted(glob.glob(top)) if top else ['']
-    for folder in folders:  # the list grows
-        real = os.path.realpath(folder)
-        if real not in entered:
-            entered.add(real)
-            folder = glob.escape(folder)
-            paths |= match(folder + rest)
-            folders += sorted(glob.glob(f'{folder}*/'))
-    return paths
-
-
-def local_files(pattern):
-    """The files that match a glob."""
-    paths = [path for path in match(pattern) if os.path.isfile(path)]
-    check(paths, f'no file matches {pattern}')
-    for path in paths:
-        known = path.endswith(('.txt', '.md', '.rst', '.jsonl', '.parquet'))
-        check(known, f'{path} is not a .txt, .md, .rst, .jsonl or .parquet file')
-    return golden_order(sorted(paths))
-
-
-def fineweb_files(name):
-    """The parquet files of a config of FineWeb: hf://datasets/HuggingFaceFW/fineweb@COMMIT/..."""
-    from datasets import load_dataset_builder  # takes a second
-    builder = load_dataset_builder('HuggingFaceFW/fineweb', name)
-    return golden_order(sorted(builder.config.data_files['train']))
-
-
-def published_shards(name, commit):
-    """The shards of a dataset, one for val and then those to train on, and their commit."""
-    from huggingface_hub import HfApi
-    info = HfApi().dataset_info(name, revision=commit)  # None: the newest
-    files = [file.rfilename for file in info.siblings]
-    val = sorted(fnmatch.filter(files, SHARD.format('val')))
-    train = sorted(fnmatch.filter(files, SHARD.format('train')))
-    check(val and train, f'--name={name} has no *_val_000000.bin, or none to train on')
-    return [val[0], *golden_order(train)], info.sha
-
-
 def read_file(path):
-    """Yields the documents of a file: its rows, its lines, or what <|endoftext|> separates."""
+    """Yields the documents of a file. A long text is cut into several, as val may need a part."""
     if path.endswith('.parquet'):
         with fsspec.open(path, block_size=2**23) as f:  # the hub's client retries each block
-            batches = pyarrow.parquet.ParquetFile(f).iter_batches(256, columns=['text'])
-            for batch in batches:
-                yield from batch['text'].to_pylist()
+            for rows in pyarrow.parquet.ParquetFile(f).iter_batches(256, columns=['text']):
+                yield from rows['text'].to_pylist()
     elif path.endswith('.jsonl'):
         with open(path, encoding='utf-8-sig') as f:
             for line in f:
@@ -142,21 +98,31 @@ def read_file(path):
     elif path.endswith('.py'):  # some of Python's own tests are not UTF-8, on purpose
         yield Path(path).read_text(encoding='utf-8', errors='replace')
     else:
-        text = Path(path).read_bytes().decode('utf-8-sig')  # with its line ends as they are
-        yield from text.split('<|endoftext|>')
+        with open(path, encoding='utf-8-sig', newline='') as f:  # '' keeps the line ends
+            while text := f.read(2**20) + f.readline():
+                for document in text.split('<|endoftext|>'):
+                    for start in range(0, len(document), 10_000):
+                        yield document[start:start + 10_000]
 
 
 def read_texts(paths):
     """Yields the documents of some files that are not empty."""
     for path in paths:
-        n = 0  # documents that have been read
         try:
-            for text in read_file(path):
-                if text:
-                    yield text.encode(errors='replace').decode()  # half a surrogate pair: a ?
-                n += 1
+            yield from filter(None, read_file(path))
         except Exception as error:  # of many kinds, which do not name the file
-            check(False, f'{path}, document {n + 1}: {type(error).__name__}: {error}')
+            check(False, f'{path}: {error!r}')
+
+
+def hold_out(paths, args):
+    """
+    Local documents in two groups: every tenth one, which val begins with, and those that equal none
+    of the first group. One's own files are often sorted by topic, or have copies.
+    """
+    # fewer of a large text, so that val is from all of it. A GPT-2 token has some 4 bytes
+    every = max(10, args.bytes // (4 * args.val_tokens))
+    held_out = dict.fromkeys(islice(read_texts(paths), 0, None, every))
+    return [held_out, (text for text in read_texts(paths) if text not in held_out)]
 
 
 # -------- tokens
@@ -185,154 +151,102 @@ def load_encoder(name):
     return encode
 
 
-BATCH = 2**23  # characters that are tokenized at a time, by all threads
+def tokenize(texts, encode, bar):
+    """Yields the tokens (n,) uint16 of documents, of 512 at a time."""
+    texts = iter(texts)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the tokenizers free the GIL
+        while batch := list(islice(texts, 512)):
+            tokens = np.concatenate(list(pool.map(encode, batch)))
+            bar.update(len(tokens))
+            yield tokens
 
 
-def batches_of(texts):
-    """Yields lists of documents, with BATCH characters each or a little more."""
-    batch = []
-    n = 0
-    for text in texts:
-        batch.append(text)
-        n += len(text)
-        if n >= BATCH:
-            yield batch
-            batch = []
-            n = 0
-    if batch:
-        yield batch
-
-
-def tokenize(texts, encode, workers):
-    """Yields the tokens (n,) uint16 of documents, a batch of them at a time."""
-    with ThreadPoolExecutor(workers) as pool:  # the tokenizers free the GIL
-        for batch in batches_of(texts):
-            yield np.concatenate(list(pool.map(encode, batch)))
+def take(n, rest, batches):
+    """The first n tokens of `rest` and then of `batches`, fewer at their end, and a new rest."""
+    parts = [rest]
+    while sum(map(len, parts)) < n:
+        tokens = next(batches, None)
+        if tokens is None:
+            break
+        parts.append(tokens)
+    whole = np.concatenate(parts)
+    return whole[:n], whole[n:]
 
 
 # -------- shards
-def without_copies(texts):
-    """Yields each text once: of one that is held out, no copy should be trained on."""
-    known = set()
-    for text in texts:
-        if hash(text) not in known:
-            known.add(hash(text))
-            yield text
-
-
-def hold_out(batches, args):
-    """
-    Takes val from the tokens of the first group: the first ones, or of local files the first 5,000
-    of every 50,000, as one's own files are often sorted by topic or date. Val is complete before
-    the first train shard is written, and so it is the same whatever --tokens.
-
-    Returns val (n,), and an iterator over all other tokens.
-    """
-    is_local = args.source == 'local'
-    end = 10 * args.val_tokens if is_local else args.val_tokens  # no later token is held out
-    val = [np.zeros(0, np.uint16)]
-    rest = []
-    n = 0
-    for tokens in batches:
-        numbers = np.arange(n, n + len(tokens))
-        held_out = numbers < end
-        if is_local:
-            held_out &= numbers % 50_000 < 5_000
-        val.append(tokens[held_out])
-        rest.append(tokens[~held_out])
-        n += len(tokens)
-        if n > end:
-            break
-    val = np.concatenate(val)
-    check(n > len(val), f'--val_tokens={args.val_tokens} leaves nothing to train on')
-    return val, itertools.chain(rest, batches)
-
-
-def read_tokens(groups, encode, meta, args):
-    """
-    Yields (group, n, tokens): the next tokens to train on that are in no shard yet, and n, how
-    many of their group have been read. With the first group, writes the val shard too.
-    """
-    skip = meta['skip']
-    for group in range(meta['group'], len(groups)):
-        texts = read_texts(groups[group])
-        if args.source == 'local':
-            texts = without_copies(texts)
-        batches = tokenize(texts, encode, args.workers)
-        if group == 0:
-            val, batches = hold_out(batches, args)
-            write_shard(val, f'{args.out}/{args.source}_val_000000.bin')
-
-        n = 0
-        for tokens in batches:
-            n += len(tokens)
-            yield group, n, tokens[skip:]
-            skip = max(0, skip - len(tokens))
-
-
-def write_shards(groups, encode, meta, args):
-    """
-    Writes the missing shards of the text in `groups`, lists of files: FineWeb has a group for each
-    file, others have one of all. meta.json has the group in which the next shard begins, and how
-    many of the group's tokens are in shards. After a kill that group is tokenized from its start.
-    """
-    total = args.tokens if args.source == 'fineweb' else None  # of others it may be far too many
-    bar = tqdm(initial=meta['tokens'], total=total, unit=' tokens', unit_scale=True,
-               disable=None)  # None: no bar in a file
-    parts = []  # of the next shard
-    n = 0  # tokens in these parts
-    size = min(args.shard_tokens, args.tokens - meta['tokens'])
-    for group, n_group, tokens in read_tokens(groups, encode, meta, args):
-        bar.update(len(tokens))
-        parts.append(tokens)
-        n += len(tokens)
-        while n >= size:
-            whole = np.concatenate(parts)
-            parts = [whole[size:]]
-            n -= size
-            meta.update(group=group, skip=n_group - n)
-            add_shard(whole[:size], meta, args)
-            size = min(args.shard_tokens, args.tokens - meta['tokens'])
-            if size == 0:
-                return
-
-    meta['exhausted'] = True  # the texts end before --tokens
-    if n > 0:
-        add_shard(np.concatenate(parts), meta, args)
-
-
-def add_shard(tokens, meta, args):
-    """Writes a train shard, and then how far the shards are."""
-    write_shard(tokens, f'{args.out}/{args.source}_train_{meta["shards"] - 1:06d}.bin')
-    meta['shards'] += 1
-    meta['tokens'] += len(tokens)
-    save(meta, f'{args.out}/meta.json')
-
-
 def write_shard(tokens, path):
     """Writes tokens (n,) uint16 in the format of train.py."""
     header = np.array([20240520, 1, len(tokens)] + [0] * 253, '<i4')
     save(np.concatenate([header.view('<u2'), tokens]).tobytes(), path)
 
 
-def download_shards(names, meta, args):
-    """Downloads published shards: one for val, and as many to train on as --tokens needs."""
+def write_shards(groups, encode, meta, args):
+    """
+    Writes the shards. The first tokens of all are val, and a train shard has tokens of one group.
+    meta.json has the group that was begun last, and how many train shards and tokens come before
+    it. After a kill, the same command writes all shards of that group again.
+    """
+    n_shards = meta['train_shards']
+    n_tokens = meta['train_tokens']
+    total = args.tokens if args.source == 'fineweb' else None  # of others it may be far too many
+    bar = tqdm(initial=n_tokens, total=total, unit=' tokens', unit_scale=True,
+               disable=None)  # None: no bar in a file
+
+    for i in range(meta['group'], len(groups)):
+        meta.update(group=i, train_shards=n_shards, train_tokens=n_tokens)
+        save(meta, f'{args.out}/meta.json')
+        batches = tokenize(groups[i], encode, bar)
+        rest = np.zeros(0, np.uint16)
+        if i == 0:
+            val, rest = take(args.val_tokens, rest, batches)
+            write_shard(val, f'{args.out}/{args.source}_val_000000.bin')
+
+        while n_tokens < args.tokens:
+            n = min(args.shard_tokens, args.tokens - n_tokens)
+            tokens, rest = take(n, rest, batches)
+            if len(tokens) == 0:
+                break
+            write_shard(tokens, f'{args.out}/{args.source}_train_{n_shards:06d}.bin')
+            n_shards += 1
+            n_tokens += len(tokens)
+        if n_tokens >= args.tokens:
+            break
+    check(n_tokens, f'--val_tokens={args.val_tokens} leaves nothing to train on')
+
+
+def download_shards(args):
+    """Downloads the authors' shards: one for val, and as many to train on as --tokens needs."""
     from huggingface_hub import hf_hub_download
-    meta.update(shards=0, tokens=0)
-    for name in names:
-        path = f'{args.out}/{os.path.basename(name)}'
-        if not os.path.exists(path):
-            # the client resumes a download that was cut short
-            whole = hf_hub_download(args.name, name, repo_type='dataset',
-                                    revision=meta['revision'], local_dir=f'{args.out}/.download')
-            shard_length(whole)  # looked at before it stands where train.py looks
-            os.replace(whole, path)
-        if meta['shards'] > 0:  # the first one is val
-            meta['tokens'] += shard_length(path)
-        meta['shards'] += 1
-        if meta['tokens'] >= args.tokens:
+    numbers = golden_order(range(1, 1031))[:math.ceil(args.tokens / 1e8)]  # of 1e8 tokens each
+    for name in ['val_000000', *(f'train_{i:06d}' for i in numbers)]:
+        name = f'fineweb_{name}.bin'
+        if not os.path.exists(f'{args.out}/{name}'):  # the client resumes what was cut short
+            hf_hub_download('kjj0/fineweb100B-gpt2', name, repo_type='dataset', local_dir=args.out)
+
+
+def prepare(paths, meta, args):
+    """
+    Makes the shards. Each file of FineWeb is a group, so that a kill costs minutes; other texts are
+    read again from the start.
+    """
+    try:  # what needs the network
+        if args.source == 'pretokenized':
+            download_shards(args)
             return
-    meta['exhausted'] = True
+        encode = load_encoder(args.tokenizer)
+        if args.source == 'fineweb' and 'paths' not in meta:
+            meta['paths'] = fineweb_files(args.name)  # of one commit, after a kill too
+    except Exception as error:  # of many kinds
+        check(False, f'loading failed: {error!r}; run this again to go on or, without a network, '
+                     'use --source=stdlib --tokenizer=bytes')
+
+    if args.source == 'fineweb':
+        groups = [read_texts([path]) for path in meta['paths']]
+    elif args.source == 'local':
+        groups = hold_out(paths, args)
+    else:
+        groups = [read_texts(paths)]
+    write_shards(groups, encode, meta, args)
 
 
 def main(argv=None):
@@ -343,60 +257,36 @@ def main(argv=None):
           '--source=pretokenized has GPT-2 tokens')
     check(args.source == 'stdlib' or args.tokenizer != 'chars',
           '--tokenizer=chars is for --source=stdlib: of other texts it loses many characters')
-    check(args.tokens > 0 and 0 < args.val_tokens < 2**31 and 0 < args.shard_tokens < 2**31,
-          '--tokens, --val_tokens and --shard_tokens should be positive, the last two below 2^31')
-    default_name, default_out = DEFAULTS[args.source]
-    args.name = args.name or default_name
-    args.out = args.out or default_out
+    folder = 'fineweb' if args.source == 'pretokenized' else args.source
+    args.out = args.out or f'data/{folder}'
 
-    if args.source in ('local', 'stdlib'):
-        paths = local_files(args.files) if args.files else stdlib_files()
-        groups = [paths]
-        n_bytes = sum(os.path.getsize(path) for path in paths)
+    # the files at hand, and the settings on which the shards depend
+    paths = []
     if args.source == 'local':
-        args.bytes = n_bytes
+        paths = local_files(args.files)
+        args.bytes = sum(map(os.path.getsize, paths))
     if args.source == 'stdlib':
+        paths = stdlib_files()
+        n_bytes = sum(map(os.path.getsize, paths))
         args.val_tokens = min(args.val_tokens, n_bytes // 2)  # a slim Python is small
-
-    # what the shards depend on
-    settings = dict(vars(args), vocab_size=VOCAB_SIZES[args.tokenizer])
-    for name in ('out', 'tokens', 'workers'):
-        del settings[name]
+    settings = {k: v for k, v in vars(args).items() if k not in ('out', 'tokens')}
 
     with lock_folder(args.out):
-        # what is there already; meta['shards'] counts val
-        meta = {**settings, 'shards': 1, 'tokens': 0, 'group': 0, 'skip': 0}
         meta_path = f'{args.out}/meta.json'
-        if glob.glob(SHARD.format('*'), root_dir=args.out):
-            saved = read_json(meta_path)
-            others = [name for name in settings if saved.get(name) != settings[name]]
-            was = ', '.join(f'{name}={saved.get(name)!r}' for name in others)
-            check(not others, f'{meta_path} was made with {was}; choose another --out')
-            meta = saved
+        meta = {**settings, 'vocab_size': VOCAB_SIZES[args.tokenizer], 'tokens': 0, 'done': False,
+                'group': 0, 'train_shards': 0, 'train_tokens': 0}
+        if glob.glob(SHARD.format('train'), root_dir=args.out):
+            meta = read_json(meta_path)
+            was = {k: meta.get(k) for k in settings}
+            check(was == settings, f'{args.out} has shards of {was}; choose another --out')
 
-        if meta['tokens'] < args.tokens and not meta.get('exhausted'):
-            try:  # what needs the network
-                if args.source == 'pretokenized':
-                    names, meta['revision'] = published_shards(args.name, meta.get('revision'))
-                else:
-                    check('group' in meta, f'{args.out} was begun by an older version; delete it')
-                    encode = load_encoder(args.tokenizer)
-                if args.source == 'fineweb':
-                    meta['paths'] = meta.get('paths') or fineweb_files(args.name)  # of one commit
-                    groups = [[path] for path in meta['paths']]
-            except Exception as error:  # of many kinds
-                check(False, f'loading failed: {error!r}; without a network, use '
-                             '--source=stdlib --tokenizer=bytes')
-
-            meta['done'] = False
+        if not meta['done'] or args.tokens > meta['tokens']:
+            meta.update(tokens=args.tokens, done=False)
             save(meta, meta_path)
-            if args.source == 'pretokenized':
-                download_shards(names, meta, args)
-            else:
-                write_shards(groups, encode, meta, args)
-        meta['done'] = True
-        save(meta, meta_path)
-    print(f'{args.out} is done: {meta["tokens"]:,} tokens ({args.tokenizer}) to train on')
+            prepare(paths, meta, args)
+            meta['done'] = True
+            save(meta, meta_path)
+    print(f'{args.out} is done')
 
 
 if __name__ == '__main__':

@@ -4,33 +4,27 @@ its tokenizer. It needs transformers (pip install 'transformers>=5.0').
 
     python -m tools.hf MODEL ...
 
-It prints the numbers below, where e is the output embedding of a token, mu the mean of all V of
-them, and h the hidden state of a position, in the dtype of the model's file. Numbers of a position
-are averaged over all positions.
+It prints these numbers, where e is the output embedding of a token, mu the mean of all of them,
+and h the hidden state of a position. Those with h are means over all positions of a text.
 
-mu_norm                      |mu|
-mean_share                   V |mu|^2 / (sum of all |e|^2)
-r_emb                        the mean of |e - mu| / |e|
-logit_mean, _std, _absmax    mean, standard deviation and largest size of a position's BF16 logits
-logit_mean_spread            the standard deviation over positions of their mean logits
-logit_max                    the largest size of a logit
-logit_mean_left              what centering would leave of the mean logit, with each token weighted
-                             by how often it is in the text: rare tokens may have another mean
-loss                         the cross entropy in nats with fp32 logits
-bf16_cost                    how much larger it is with BF16 logits
-bf16_cost_centered           how much larger it is with BF16 logits (e - mu) . h. Centering a model
-                             that has a soft-cap makes another model of it
+mu_norm              |mu|
+r_emb                the mean of |e - mu| / |e|
+logit_mean           the mean of a position's logits, mu . h
+logit_mean_left      what centering would leave of it, with each token weighted by how often it is
+                     in the text: rare tokens may have another mean
+loss                 the cross entropy in nats with fp32 logits
+bf16_cost            how much larger it is with BF16 logits
+bf16_cost_centered   how much larger it is with BF16 logits (e - mu) . h. Centering a model that
+                     has a soft-cap makes another model of it
 """
 import argparse
 import os
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from analyze import concatenate, measure_embeddings
-from model import GPTConfig, head_logits, head_loss, summarize
+from model import GPTConfig, head_logits
 from prepare_fineweb import local_files, read_texts, stdlib_files
 from train import check, integer
 
@@ -48,9 +42,8 @@ def read_windows(tokenizer, pattern, n):
     Windows (T + 1,) int64 of a text, with about n positions together. Each begins as any text does
     for this tokenizer, with its BOS token for example.
     """
-    paths = local_files(pattern) if pattern else stdlib_files()
     windows = []
-    for text in read_texts(paths):
+    for text in read_texts(local_files(pattern) if pattern else stdlib_files()):
         for start in range(0, len(text), 3000):  # characters: most often fewer than 1,024 tokens
             piece = text[start:start + 3000]
             ids = tokenizer(piece, truncation=True, max_length=1024)['input_ids']
@@ -62,69 +55,60 @@ def read_windows(tokenizer, pattern, n):
     return windows
 
 
-def hidden_states(model, tokens):
-    """tokens (T,) int64 -> the head's inputs h (T, H), in fp32."""
-    return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0].float()
-
-
-def check_head(name, model, E, cap, tokens):
-    """
-    Refuses a model whose logits are not E h, with the soft-cap of its config: some scale them, and
-    where E is quantised, its numbers are codes.
-    """
-    expected = head_logits(hidden_states(model, tokens), E, GPTConfig(cap=cap))
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
-    error = (expected - logits).abs().max()
-    check(model.get_output_embeddings().bias is None and error <= 0.02 * logits.abs().max(),
-          f'{name}: its logits are not E h; what else its head does is not understood')
-
-
 @torch.no_grad()
 def measure(name, args):
     """Loads and measures a model -> a dict of numbers."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     check(tokenizer('a')['input_ids'] != tokenizer('b')['input_ids'],
           f'{name} has no files of a tokenizer')  # transformers makes an empty one then
-    model = AutoModelForCausalLM.from_pretrained(name, dtype='auto').eval()
-    model.to('cuda' if torch.cuda.is_available() else 'cpu')
-    E = model.get_output_embeddings().weight.float()
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    model = AutoModelForCausalLM.from_pretrained(name, dtype='auto').eval().to(device)
+    head = model.get_output_embeddings()
+    E = head.weight.float()
+    mu = E.mean(dim=0)
     cap = getattr(model.config.get_text_config(), 'final_logit_softcapping', None)
-    bf16 = GPTConfig(cap=cap, logits_dtype='bfloat16')
-    fp32 = GPTConfig(cap=cap, logits_dtype='float32')
-    centered = GPTConfig(cap=cap, logits_dtype='bfloat16', head_mode='centered_head')
+    of_fp32 = GPTConfig(cap=cap, logits_dtype='float32')
+    of_bf16 = GPTConfig(cap=cap, logits_dtype='bfloat16')
+    of_centered = GPTConfig(cap=cap, logits_dtype='bfloat16', head_mode='centered_head')
 
     windows = read_windows(tokenizer, args.text, args.positions)
-    windows = [window.to(E.device) for window in windows]
-    check_head(name, model, E, cap, windows[0][:16])
-    targets_of_all = torch.cat([window[1:] for window in windows])
-    counts = targets_of_all.bincount(minlength=len(E)).float()
-    mu_f = counts @ E / counts.sum()  # the mean of e, weighted by how often each token occurs
-    left = mu_f - E.mean(dim=0)
-
+    counts = torch.cat([window[1:] for window in windows]).bincount(minlength=len(E))
+    weighted_mu = counts.to(E) @ E / counts.sum()
     parts = []
-    for window in tqdm(windows, unit=' windows', disable=None):
-        h = hidden_states(model, window[:-1])
+    for window in windows:
+        window = window.to(device)
         targets = window[1:]
-        logits = head_logits(h, E, bf16)
-        _, part = head_loss(logits, targets, bf16)  # numbers (T,) of each position
-        del part['reg']  # 0
-        bf16_loss = part.pop('loss')
-        centered_loss = F.cross_entropy(head_logits(h, E, centered), targets, reduction='none')
-        part['loss'] = F.cross_entropy(head_logits(h, E, fp32), targets, reduction='none')
-        part['logit_mean_left'] = h @ left
-        part['bf16_cost'] = bf16_loss - part['loss']
-        part['bf16_cost_centered'] = centered_loss - part['loss']
-        parts.append(part)
-    facts = {'V': len(E), 'positions': len(targets_of_all), 'cap': cap or 0}
-    return {**facts, **measure_embeddings(E), **summarize(concatenate(parts), E)}
+        out = model(input_ids=window[None, :-1], output_hidden_states=True, use_cache=False)
+        h = out.hidden_states[-1][0].float()
+        fp32 = head_logits(h, E, of_fp32)
+        bf16 = head_logits(h, E, of_bf16)
+        centered = head_logits(h, E, of_centered)
+
+        # some models scale their logits, and where E is quantised, its numbers are codes
+        error = (fp32 - out.logits[0]).abs().max()
+        check(head.bias is None and error <= 0.02 * fp32.abs().max(),
+              f'{name}: its logits are not E h; what else its head does is not understood')
+
+        loss = F.cross_entropy(fp32, targets, reduction='none')
+        parts.append(torch.stack([
+            bf16.mean(dim=1),
+            h @ (weighted_mu - mu),
+            loss,
+            F.cross_entropy(bf16, targets, reduction='none') - loss,
+            F.cross_entropy(centered, targets, reduction='none') - loss]))
+    means = torch.cat(parts, dim=1).double().mean(dim=1)
+    norms = E.norm(dim=1)
+    r_emb = ((E - mu).norm(dim=1) / norms)[norms > 0]  # some models have rows of zeros
+    names = ['mu_norm', 'r_emb', 'logit_mean', 'logit_mean_left', 'loss', 'bf16_cost',
+             'bf16_cost_centered']
+    return dict(zip(names, [mu.norm(), r_emb.mean(), *means], strict=True))
 
 
 def main(argv=None):
     args = parser.parse_args(argv)
     for name in args.models:
-        numbers = measure(name, args)
         print(name)
-        for key, value in numbers.items():
+        for key, value in measure(name, args).items():
             print(f'    {key:20}{value:12.6g}')
 
 
