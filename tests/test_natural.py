@@ -9,8 +9,6 @@ def test_slow_gain():
     """One step of AdamW moves each weight by its learning rate, and the slow gain by a hundredth of it."""
     flags = ['--size=tiny', '--vocab_size=64', '--lr=0.1', '--device=cpu', '--data=.']
     gpt, optimizer = make_slow_gain(train.resolve_args(train.parser.parse_args(flags)), 0.01)
-    assert [group['lr'] for group in optimizer.param_groups] == [0.1, 0.001]
-    assert [group.get('lr_scale', 1) for group in optimizer.param_groups] == [1, 0.01]
     before = [p.detach().clone() for p in gpt.parameters()]
     for p in gpt.parameters():
         p.grad = torch.ones_like(p)

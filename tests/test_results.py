@@ -16,8 +16,9 @@ def test_tables(page):
     assert text == tables.with_tables(page)
 
 
-def test_natural():
-    text = Path(ROOT, 'results/natural/README.md').read_text(encoding='utf-8')
+@pytest.mark.parametrize('page', natural.PAGES)
+def test_natural(page):
+    text = Path(ROOT, 'results/natural', page).read_text(encoding='utf-8')
     assert text == natural.with_tables(text)
 
 

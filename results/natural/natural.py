@@ -61,7 +61,7 @@ def momentum_step(E, optimizer):
     """AdamW's step for all parameters but E, which SGD with momentum moves, at the same learning rate."""
     before = E.clone()
     optimizer.step()
-    group = train.group_of(E, optimizer)
+    group = optimizer.param_groups[0]
     state = optimizer.state[E]
     momentum = state['exp_avg'] / (1 - group['betas'][0] ** state['step'])
     E.copy_(before - group['lr'] * momentum)
@@ -70,8 +70,8 @@ def momentum_step(E, optimizer):
 def token_frequencies(data, vocab_size):
     """How often each token occurs in the train shards, (V,), as shares."""
     counts = np.zeros(vocab_size)
-    for path, _ in train.find_shards(data, 'train'):
-        counts += np.bincount(train.read_shard(path), minlength=vocab_size)
+    for path in train.Windows(data, 'train', 1).paths:
+        counts += np.bincount(np.fromfile(path, '<u2', offset=1024), minlength=vocab_size)
     return torch.from_numpy(counts / counts.sum()).float()
 
 
@@ -92,7 +92,12 @@ def make_slow_gain(args, scale):
     gain = gpt.norm_f.weight
     (group,) = optimizer.param_groups
     group['params'] = [p for p in group['params'] if p is not gain]
-    optimizer.add_param_group({'params': [gain], 'lr': args.lr * scale, 'lr_scale': scale})
+    optimizer.add_param_group({'params': [gain]})
+
+    def slow_down(*_):  # train_step has just set the learning rate of all groups
+        optimizer.param_groups[1]['lr'] *= scale
+
+    optimizer.register_step_pre_hook(slow_down)
     return gpt, optimizer
 
 
@@ -182,10 +187,15 @@ def measure_last_norm(path, config):
     return {name: value.item() for name, value in numbers.items()}
 
 
-# the columns of results.csv: those of analyze.py's, other settings, and what is measured here
-RESULTS = ['arm', *analyze.RESULTS, 'n_layer', 'n_embd', 'warmup', 'beta2', 'grad_clip', 'torch',
-           'largest_loss', 'last_logit_mean', 'test_loss_bfloat16', 'test_loss_float32', 'logit_mean_f',
-           'h_norm', 'estimate']
+# the columns of results.csv
+RESULTS = '''
+    arm run method size n_params weight_tying lam cap lr seed steps batch_size block_size vocab_size
+    test_tokens train_tokens val_tokens dtype logits_dtype final_gain init_from init_loss test_loss
+    model_step mu_norm mean_share logit_mean logit_mean_spread logit_std
+    logit_absmax logit_max cos_mu_h r_emb r_cos r_log r_emb_below_1 r_cos_below_1 r_log_below_1_too
+    bf16_cost train_seconds tokens_per_second device processes commit
+    n_layer n_embd warmup beta2 grad_clip torch largest_loss last_logit_mean
+    test_loss_bfloat16 test_loss_float32 logit_mean_f h_norm estimate'''.split()
 
 
 def thin(log):

@@ -1,4 +1,4 @@
-"""README.md's tables and the figures, from the csv files: python -m results.natural.page"""
+"""The tables of PAGES and the figures, from the csv files: python -m results.natural.page"""
 import io
 import re
 from pathlib import Path
@@ -8,10 +8,12 @@ import pandas as pd
 from PIL import Image
 
 import analyze
+from results.mean_logit.mean_logit import cost, read_runs
 from results.natural.natural import SLOW_GAINS
 from tools import report
 
 HERE = Path(__file__).parent
+PAGES = ['README.md', 'cause.md', 'gain.md', 'more.md']
 METHODS = {  # of the grids, in the paper's order
     'baseline': 'baseline',
     'fp32 logits': 'baseline, fp32 logits',
@@ -75,6 +77,24 @@ def by_seed(rows, column, digits):
 
 
 # -------- the tables
+def rule_table():
+    """What BF16 logits cost, by the size of the mean logit: c, this model's pairs, the authors' runs."""
+    pairs = pd.read_csv(HERE / 'rule.csv')
+    authors = read_runs()
+    authors = authors[authors.kind.notna()]
+    lines = []
+    for low in (64, 128, 256, 512, 1024, 2048):
+        harm = pairs.harm[pairs['mean'].abs().between(low, 2 * low, inclusive='left')]
+        theirs = authors.excess[authors.logit_mean.abs().between(low, 2 * low, inclusive='left')]
+        text = number(harm.median(), 2)
+        if len(harm) > 1:
+            text += f' [{number(harm.min(), 2)}, {number(harm.max(), 2)}]'
+        known = number(theirs.median(), 2) if len(theirs) else ''
+        lines.append([f'{low:,}', f'{cost(low):.2g}', text, str(len(harm)), known])
+    return markdown(lines, ['mean logit from', 'the rule, c', 'harm here: median [lowest, highest]', 'pairs',
+                            "the authors' runs lose: median"])
+
+
 def grid_table():
     """The test loss of each method at each rate: means over the seeds there are [lowest, highest]."""
     rows = read_grid('grid')
@@ -95,9 +115,17 @@ def untied_runs(table):
 
 
 def lrs_of(runs):
-    """LRS by analyze.py's function, a row for each variant that it compares."""
-    lrs, _ = analyze.learning_rate_sensitivity(runs)
-    return lrs.set_index('variant')
+    """LRS by analyze.py's function, a row for each variant that has all learning rates."""
+    lrs = analyze.learning_rate_sensitivity(runs)
+    return lrs[lrs.n_rates == lrs.n_rates.max()].set_index('variant')
+
+
+def lrs_cells(lrs):
+    """A text for each variant: the lowest in bold, and underlined if no run diverged, as the paper's."""
+    cells = lrs.lrs_n1.map('{:.3f}'.format)
+    is_lowest = cells == cells.min()
+    cells = cells.where(lrs.diverged != 0, '<ins>' + cells + '</ins>')
+    return cells.where(~is_lowest, '<b>' + cells + '</b>')
 
 
 def grid_lrs():
@@ -106,7 +134,7 @@ def grid_lrs():
     another seed at the two largest in place of its own}.
     """
     runs = untied_runs('grid')
-    first = lrs_of(runs)
+    first = lrs_of(runs[runs.seed == 1])
     found = {'seed 1': first}
     for seed in sorted({*runs.seed.astype(int)} - {1}):
         at_largest = runs[(runs.seed == seed) & (runs.lr >= 0.1)].assign(seed=1)
@@ -122,7 +150,7 @@ def grid_lrs_table():
     authors = lrs_of(authors[(authors['size'] == '16M') & (authors.weight_tying == 0)])
     lines = []
     for variant in found['seed 1'].index:
-        cells = [report.lrs_cell(lrs.loc[variant]) for lrs in found.values()]
+        cells = [lrs_cells(lrs)[variant] for lrs in found.values()]
         lines.append([variant, *cells, f'{authors.lrs_n1[variant]:.3f}'])
     return markdown(lines, ['', *found, "the authors' 16M"])
 
@@ -275,6 +303,7 @@ def decay_table():
 
 
 TABLES = {
+    'rule': rule_table,
     'grid': grid_table,
     'grid_lrs': grid_lrs_table,
     'rounding': rounding_table,
@@ -351,18 +380,18 @@ def draw_paper():
     """The paper's Figures 2, 4, 5, 11 and 12, of the grid and of the runs that repeat it."""
     runs = untied_runs('grid')
     rows = report.with_looks(analyze.with_marks(runs))
-    statistics = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
     baselines = rows[rows.variant == 'baseline']
     ratios = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
-    items = [report.to_png('loss', 'untied', report.loss_against_lr(rows)),
-             report.to_png('statistics', 'untied', report.against_lr(rows, statistics)),
-             report.to_png('fact_3', 'untied', report.against_lr(baselines, ratios))]
+    items = [report.figure_item('', '', 'loss', report.loss_figure(rows)),
+             report.figure_item('', '', 'statistics', report.four_panels(rows, report.FAR_VALUES)),
+             report.figure_item('', '', 'fact_3', report.four_panels(baselines, ratios))]
     again = untied_runs('again')
     again = again[again.steps == 100_000]  # without the demo's
-    again['behind'] = again.lr.map(baselines.groupby('lr').behind.max())  # the grid has the other methods
-    items += report.distribution_figures(again, pd.read_csv(HERE / 'again/distributions.csv'), 0)
+    marks = baselines.groupby('lr').diverged.max()  # the grid has the other methods
+    again = again.assign(variant='baseline', diverged=again.lr.map(marks))
+    items += report.distribution_figures(again, pd.read_csv(HERE / 'again/distributions.csv'))
     for item in items:
-        write_png(item['name'].removesuffix('_untied'), item['png'])
+        write_png(item['name'].removesuffix('_baseline_untied'), item['png'])
 
 
 def draw_cause():
@@ -438,8 +467,8 @@ def draw_slow_gain():
 
 
 if __name__ == '__main__':
-    page = HERE / 'README.md'
-    page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
+    for page in (HERE / name for name in PAGES):
+        page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
     draw_grid()
     draw_paper()
     draw_cause()
