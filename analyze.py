@@ -252,9 +252,10 @@ PAPER = vars(train.parser.parse_args([])) | {
     'dtype': 'bfloat16', 'logits_dtype': 'bfloat16', 'vocab_size': 50304}
 DATA = ['train_tokens', 'val_tokens']
 # Runs that differ in a setting of TASK get another `size`, and in one of IN_NAMES another `variant`
+DEFAULT_LAM = {method: defaults.get('lam') for method, defaults in METHODS.items()}
 TASK = [*DATA, 'steps', 'batch_size', 'block_size', 'vocab_size', 'test_tokens']
 OWN_COLUMN = {'method', 'lam', 'size', 'weight_tying', 'lr', 'seed'}
-IN_NAMES = [name for name in PAPER if name not in {*TASK, *OWN_COLUMN, *train.MAY_CHANGE}]
+IN_NAMES = [name for name in train.SETTINGS if name not in {*TASK, *OWN_COLUMN}]
 
 
 def as_text(value):
@@ -286,7 +287,7 @@ def name_runs(runs):
     names = []
     for run in runs.itertuples():
         name = NAMES.get(run.method, run.method)
-        if run.lam == run.lam and run.lam != METHODS.get(run.method):
+        if run.lam == run.lam and run.lam != DEFAULT_LAM.get(run.method):
             name += f' λ={run.lam:g}'
         names.append(name)
 
@@ -305,7 +306,7 @@ def complete(runs):
     runs = runs.reindex(columns=[*dict.fromkeys([*REQUIRED, *OPTIONAL, *TASK, *runs])])
     runs['weight_tying'] = runs.weight_tying.astype(int)
     runs['seed'] = runs.seed.fillna(PAPER['seed'])
-    runs['lam'] = runs.lam.fillna(runs.method.map(METHODS)).astype(float)
+    runs['lam'] = runs.lam.fillna(runs.method.map(DEFAULT_LAM)).astype(float)
 
     # min(L, L0) of Eq. 21. A loss that is not finite counts as L0; nothing does if L0 is unknown
     runs['test_loss'] = runs.test_loss.mask(runs.test_loss.isna() & runs.ended, math.inf)
@@ -337,7 +338,7 @@ PLACE = ['weight_tying', 'size', 'lr', 'seed']  # runs are compared where all of
 
 def of_methods(runs):
     """The runs by which methods are compared: of the default λ, or all where a size lacks it."""
-    runs = runs.assign(is_default=runs.lam.isna() | (runs.lam == runs.method.map(METHODS)))
+    runs = runs.assign(is_default=runs.lam.isna() | (runs.lam == runs.method.map(DEFAULT_LAM)))
     has_default = runs.groupby(['weight_tying', 'size', 'method']).is_default.transform('any')
     return runs[runs.is_default | ~has_default]
 

@@ -296,7 +296,7 @@ def test_model_equation(method, tying):
     h = gpt.hidden(tokens).flatten(0, 1)
     cap = 30.0 if method == 'soft_capping' else None
     close(gpt.head(h), equations_logits(method, h, gpt.E, cap), rtol=1e-12, atol=1e-12)
-    loss, reg = equations(method, h, gpt.E, targets.flatten(), METHODS[method], cap)
+    loss, reg = equations(method, h, gpt.E, targets.flatten(), METHODS[method].get('lam'), cap)
     parameters = list(gpt.parameters())
     expected = torch.autograd.grad(loss + reg, parameters)
     ours, stats = gpt(tokens, targets)

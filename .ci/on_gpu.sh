@@ -22,9 +22,9 @@ if [ "$DEVICE" = cuda ]; then
 else
   seconds=60
   size=tiny
-  shape='--batch_size=4 --block_size=32 --threads=1'
+  shape='--batch_size=4 --block_size=32'
   bench_sizes='tiny'
-  bench='--seconds=2 --batch_size=2 --block_size=128 --threads=1'
+  bench='--seconds=2 --batch_size=2 --block_size=128'
 fi
 
 harm() {

@@ -14,7 +14,7 @@ import train
 from conftest import process
 
 SMALL = ('--size=tiny', '--n_layer=1', '--n_embd=32', '--block_size=32', '--batch_size=4', '--dtype=float32',
-         '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--threads=1', '--log_every=1')
+         '--test_tokens=256', '--eval_tokens=128', '--device=cpu', '--log_every=1')
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)  # bit for bit
 PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # its own of each of pytest's workers
 

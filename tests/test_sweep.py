@@ -65,7 +65,7 @@ def test_the_papers_grids():
 
 def test_grids_for_a_cpu():
     same = {'size': 'laptop', 'final_gain': False, 'data': 'data/chars', 'batch_size': 4, 'block_size': 32,
-            'device': 'cpu', 'threads': 1, 'dtype': 'float32', 'seed': 1, 'weight_tying': False}
+            'device': 'cpu', 'dtype': 'float32', 'seed': 1, 'weight_tying': False}
     names = ['method', 'lr', 'lam', 'logits_dtype']
     demo = [('baseline', 1, None, 'bfloat16'), ('baseline', 1, None, 'float32'),
             ('mu_loss', 1, 0.1, 'bfloat16'), ('mu_centering', 1, None, 'bfloat16')]
@@ -95,7 +95,7 @@ def test_what_sweep_refuses():
 
 def test_small_sweep(corpus, tmp_path):
     """A run that fails is named. The others are trained and analysed."""
-    flags = '--block_size=32 --batch_size=4 --device=cpu --threads=1 --eval_tokens=64 --test_tokens=64'
+    flags = '--block_size=32 --batch_size=4 --device=cpu --eval_tokens=64 --test_tokens=64'
     sweep_folder = tmp_path / f'{os.getpid()}'
     failed = sweep_folder / 'tiny-untied-mu_loss-lam0.1-lr0.1-s1'
     failed.mkdir(parents=True)

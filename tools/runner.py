@@ -30,7 +30,7 @@ def read_run(line):
     i = words.index('train.py')
     match = re.search('nproc.per.node[= ]([0-9]+)', ' '.join(words[:i]))  # of torchrun
     processes = int(match[1]) if match else 1
-    settings = train.read_command(words[i + 1:], processes)
+    settings, *_ = train.read_command(words[i + 1:], processes)
     n_gpus = processes if settings.device == 'cuda' else 0
     return argparse.Namespace(words=words, n_gpus=n_gpus, out=Path(settings.out))
 
