@@ -10,6 +10,7 @@ from small_runs import SMALL, shard
 # Flags -> what the line must contain. {bad} is a folder of the FILES below.
 FLAGS = {train: '''
     --lam=1 -> --lam, --method=baseline
+    --method=soft_capping --cap=0 -> --method=soft_capping, --cap
     --lambda=1 -> --lambda=1
     --steps=40.5 -> --steps, 40.5
     --steps=0 -> --steps=0, step 0
@@ -19,6 +20,8 @@ FLAGS = {train: '''
     --data=/nowhere -> /nowhere, prepare_fineweb.py
     --data={bad}/cut -> x_train_000000.bin, cut short
     --data={bad}/few --vocab_size=64 -> few, --block_size=32
+    --batch_size=64 -> good
+    --init_from={bad}/cut.pt -> cut.pt
     ''', prepare_fineweb: '''
     --source=local -> --files
     --files=x -> --source=local
@@ -43,6 +46,7 @@ FILES = {
     f'cut/{TRAIN}': GOOD[:-2],
     f'few/{TRAIN}': shard(range(3)), f'few/{VAL}': GOOD,
     'a.doc': b'x',
+    'cut.pt': b'PK',
     'no_loss.csv': b'method,size,weight_tying,lr\nbaseline,16M,0,0.1\n',
     'no_runs.csv': b'method,size,weight_tying,lr,test_loss\n'}
 
