@@ -1,4 +1,4 @@
-"""The tables, figures and numbers of these pages, from the csv files: python -m results.natural.page"""
+"""The tables, figures and numbers of these pages: python -m results.natural.page"""
 import re
 from pathlib import Path
 
@@ -53,7 +53,9 @@ def number(x, digits):
 
 
 def by_seed(rows, columns):
-    """Runs and {header: (column, digits)} -> a line for each arm: '4.23, 4.68, 4.75' of its seeds."""
+    """
+    Runs and {header: (column, digits)} -> a line for each arm, as '4.23, 4.68, 4.75' of its seeds.
+    """
     lines = {}
     for arm, of_arm in rows.sort_values('seed', kind='stable').groupby('arm', sort=False):
         cells = []
@@ -87,8 +89,8 @@ def rule_table():
     for low in (64, 128, 256, 512, 1024, 2048):
         harm = pairs.harm[pairs['mean'].abs().between(low, 2 * low, inclusive='left')]
         theirs = authors.excess[authors.logit_mean.abs().between(low, 2 * low, inclusive='left')]
-        known = number(theirs.median(), 2) if len(theirs) else ''
-        lines[f'{low:,}'] = [f'{cost(low):.2g}', with_range(harm, 2, 'median'), str(len(harm)), known]
+        lines[f'{low:,}'] = [f'{cost(low):.2g}', with_range(harm, 2, 'median'), str(len(harm)),
+                             number(theirs.median(), 2) if len(theirs) else '']
     header = ['the rule, c', 'harm here: median [lowest, highest]', 'pairs',
               "the authors' runs lose: median"]
     return pd.DataFrame.from_dict(lines, 'index', columns=header).rename_axis('mean logit from')
@@ -110,7 +112,8 @@ def rounding_table():
     rows['bf16'] = rows.test_loss + rows.bf16_cost.mask(in_bf16, 0)
     rows['fp32'] = rows.test_loss - rows.bf16_cost.where(in_bf16, 0)
     rows['arm'] = rows.logits_dtype.map({'bfloat16': 'BF16 logits', 'float32': 'fp32 logits'})
-    table = by_seed(rows, {'evaluated with BF16 logits': ('bf16', 2), 'with fp32 logits': ('fp32', 2)})
+    table = by_seed(rows, {
+        'evaluated with BF16 logits': ('bf16', 2), 'with fp32 logits': ('fp32', 2)})
     return table.rename_axis('trained with')
 
 
@@ -170,7 +173,7 @@ def gain_table():
 
 
 def slow_gain_table():
-    """Gains whose learning rate is scaled. Reach: the scale times the sum of the rates, η steps / 2."""
+    """Gains whose learning rate is scaled. Reach: that of all steps, some η steps / 2, scaled."""
     rows = read_gain('slow_gain')
     rows['highest'] = rows.run.map(read('slow_gain', 'curves').groupby('run').logit_mean.max())
     rows['scale'] = rows.arm.map(GAINS)
@@ -178,8 +181,9 @@ def slow_gain_table():
     rows = rows.sort_values(['lr', 'scale', 'arm'], ascending=[False, False, True])
     rows['arm'] = rows.lr.map('{:g}, '.format) + rows.arm
     table = by_seed(rows, {
-        'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), 'its largest': ('highest', 0),
-        '‖h‖': ('h_norm', 2), 'gain of the largest dimension': ('gain_1', 3)})
+        'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
+        'its largest': ('highest', 0), '‖h‖': ('h_norm', 2),
+        'gain of the largest dimension': ('gain_1', 3)})
     reach = rows.drop_duplicates('arm').reach.map('{:.1f}'.format)
     table.insert(0, 'reach', [*reach])
     return table.rename_axis('learning rate, scale')
@@ -195,7 +199,7 @@ def fact_3_table():
 
 
 def lrs(rows):
-    """Runs of one seed -> LRS as the paper prints it, underlined if never over 1% above the best."""
+    """LRS of each arm as the paper prints it, underlined if never over 1% above the lowest."""
     losses = rows.pivot(index='lr', columns='arm', values='test_loss').dropna(axis=1)
     value = (losses - losses.min()).sum() / (len(losses) - 1)
     is_good = losses.le(1.01 * losses.min(axis=1), axis=0).all()
@@ -205,7 +209,7 @@ def lrs(rows):
 
 
 def grid_lrs_table():
-    """LRS of the grid, with the runs of each seed at the two largest rates, and the authors' 16M's."""
+    """LRS of the grid, at the two largest rates of each seed, beside that of the authors' 16M."""
     rows = read_grid('grid')
     below = rows[rows.lr < 0.1]  # of seed 1
     columns = {}
@@ -213,7 +217,7 @@ def grid_lrs_table():
         name = 'seed 1' if seed == 1 else f'seed {seed} from 0.1 on'
         columns[name] = lrs(pd.concat([below, of_seed]))
     theirs = pd.read_csv(HERE.parent / 'authors/lrs.csv')
-    theirs = theirs[(theirs['size'] == '16M') & (theirs.weight_tying == 0) & (theirs.table == 'methods')]
+    theirs = theirs.query('table == "methods" and size == "16M" and weight_tying == 0')
     theirs = theirs.set_index(theirs.method.map(METHODS)).lrs_n1
     columns["the authors' 16M"] = theirs.map('{:.3f}'.format)
     return pd.DataFrame(columns).reindex([name for name in METHODS.values() if name in theirs])
@@ -334,6 +338,90 @@ def draw_slow_gain():
     save_figure('slow_gain', figure, axes[0, 0])
 
 
+# -------- the numbers of the texts
+def span(values, digits=2):
+    """'1.35 to 1.51': the lowest and the highest."""
+    return f'{number(values.min(), digits)} to {number(values.max(), digits)}'
+
+
+def above(arm, rows, index='seed'):
+    """Test losses minus those of `arm`, a column for each arm."""
+    losses = rows.pivot(index=index, columns='arm', values='test_loss')
+    return losses.sub(losses[arm], axis=0).round(3)
+
+
+def print_numbers():
+    pd.set_option('display.width', 250, 'display.max_columns', 20)
+    grid, quick = read_grid('grid'), read_grid('quick')
+    cause, gain, rare, takes = read('cause'), read_gain('gain'), read('rare'), read('takes')
+    authors = pd.read_csv(HERE.parent / 'authors/results.csv')
+
+    print('\nREADME.md')
+    inputs = pd.concat([gain.x_norm, read_gain('slow_gain').x_norm])
+    print(f'{len(inputs)} norms before the last norm: {min(inputs):.0e} to {max(inputs):.0e}')
+    runs = pd.concat([grid[(grid.arm == 'baseline') & (grid.lr == 0.3)],
+                      cause[cause.arm == 'BF16 logits']])
+    print('spread of the mean logit over it:', span(runs.logit_mean_spread / runs.logit_mean, 4))
+    theirs = authors[(authors.method == 'baseline') & (authors.logit_mean.abs() >= 64)]
+    spread = theirs.logit_mean_spread / theirs.logit_mean.abs()
+    print(f"of the authors' {len(spread)} baselines: median {spread.median():.2f}")
+    weak = read('quick').query('method == "mu_loss" and lam == 1e-4 and lr == 1')
+    print('mean logit of μ-loss with λ = 1e-4:', *weak.logit_mean.round())
+    print('test loss above the baseline:', above('baseline', grid, ['lr', 'seed']), sep='\n')
+    print('at 0.3, above fp32 logits:',
+          above('baseline, fp32 logits', grid[grid.lr == 0.3]), sep='\n')
+
+    print('\ncause.md')
+    print('above fp32 logits:', above('fp32 logits', cause), sep='\n')
+    norms = cause.mu_norm / cause.mean_share ** 0.5  # roots of the mean square of the rows' norms
+    cause = cause.assign(row_norm=norms)
+    print(cause[cause.seed == 1][['arm', 'row_norm', 'mean_share']])
+    print('at 0.1:', grid[(grid.lr == 0.1) & grid.arm.isin(['z-loss', 'baseline'])][
+        ['arm', 'seed', 'mu_norm', 'test_loss']], sep='\n')
+    print('at 0.3:', read('cause_0.3')[['arm', 'mu_norm', 'test_loss']], sep='\n')
+    takes['twin'] = takes.arm.str.endswith(' fp32')
+    takes['what'] = takes.arm.str.removesuffix(' fp32')
+    losses = takes.pivot(index='what', columns='twin', values='test_loss')
+    print('harm, by what is changed:', losses[False] - losses[True], sep='\n')
+
+    print('\ngain.md')
+    shares = gain[gain.final_gain].filter(regex='share_').cumsum(axis=1)
+    gains = gain[gain.final_gain].filter(regex='gain_[1-4]')
+    carry = shares.shift(axis=1, fill_value=0) < 0.99  # dimensions up to 99% of the energy
+    print('dimensions:', carry.sum(axis=1).value_counts().to_dict(),
+          'their gains:', span(gains.where(carry.to_numpy()).stack(), 4))
+    few = gain[gain.final_gain & (gain.batch_size == 4)]
+    print('128 tokens, with a gain, ‖μ‖:', span(few.mu_norm, 0))
+    gain['arm'] = gain.final_gain.map({True: 'with a gain', False: 'without'})
+    print(above('with a gain', gain, ['batch_size', 'seed']))
+    twin = grid[(grid.arm == 'baseline, fp32 logits') & (grid.lr == 0.3) & (grid.seed == 1)]
+    slow = pd.concat([read('slow_gain'), twin])
+    print(above('gain at 1e-4 fp32 logits', slow[slow.lr == 1]))
+    print(above('baseline, fp32 logits', slow[slow.lr == 0.3]))
+
+    print('\nmore.md')
+    in_bytes = rare[rare.arm.str.startswith('bytes')]
+    print('rare rows, above the baseline:', above('bytes baseline', in_bytes).T, sep='\n')
+    print('above fp32 logits:', above('bytes fp32 logits', in_bytes).T, sep='\n')
+    print('μ-centering, rounding:', span(rare[rare.arm == 'bytes μ-centering'].bf16_cost))
+    weighted = rare[rare.seed == 1].set_index('arm').logit_mean_f
+    for rows in (96, 128, 256, 640):
+        left = weighted[f'{rows} rows μ-centering'] / weighted[f'{rows} rows baseline']
+        print(f'{rows} rows: {left:.2f} of the drift is left')
+    demo = read('demo').groupby(['method', 'logits_dtype'])
+    print('the demo:', demo.test_loss.agg(['min', 'max']), sep='\n')
+    print('8,000 steps, up to 0.3, from the baseline:',
+          above('baseline', quick[quick.lr < 1], ['lr', 'seed']).abs().max(), sep='\n')
+    tied = read('quick').query('weight_tying and lr == 1')
+    print('tied, at 1:', tied[['method', 'test_loss']], sep='\n')
+    decay = pd.concat([read('again'), read('decay')])
+    print('decay, at 0.003:', above('baseline', decay[decay.lr == 0.003]), sep='\n')
+    print('at 0.3:', decay[decay.arm == 'decay'][['lr', 'seed', 'logit_mean']], sep='\n')
+    theirs = authors[(authors.lr == 0.003) & (authors.weight_tying == 0)]
+    theirs = theirs.pivot_table(index='size', columns='method', values='test_loss')
+    print("the authors' weight decay:", span(theirs.weight_decay - theirs.baseline, 3))
+
+
 if __name__ == '__main__':
     for page in (HERE / name for name in PAGES):
         page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
@@ -341,3 +429,4 @@ if __name__ == '__main__':
     draw_cause()
     draw_gain()
     draw_slow_gain()
+    print_numbers()

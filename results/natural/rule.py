@@ -40,8 +40,8 @@ def find_pairs():
     pairs['c'] = cost(pairs['mean'], pairs.logit_mean_spread)
     pairs = pairs[pairs['mean'].abs() >= 100]
     pairs = pairs.drop_duplicates(['test_loss', 'test_loss_twin'])  # some runs are in two tables
-    names = ['table', 'run', 'lr', 'seed', 'test_loss', 'test_loss_twin', 'harm', 'bf16_cost', 'mean',
-             'mean_twin', 'c', 'logit_std', 'logit_std_twin']
+    names = ['table', 'run', 'lr', 'seed', 'test_loss', 'test_loss_twin', 'harm', 'bf16_cost',
+             'mean', 'mean_twin', 'c', 'logit_std', 'logit_std_twin']
     return pairs[names].round(5)
 
 
@@ -63,8 +63,8 @@ def report(pairs):
     print(f'evaluation over harm, from 128 on: {share.min():.2f} to {share.max():.2f}, median '
           f'{share.median():.2f}')
     drift = mean / pairs.mean_twin
-    print(f"mean logit over the twin's: above 1 in {(drift > 1).sum()}, median {drift.median():.2f}, "
-          f'at 0.3 {drift[pairs.lr == 0.3].median():.2f}')
+    print(f"mean logit over the twin's: above 1 in {(drift > 1).sum()}, median "
+          f'{drift.median():.2f}, at 0.3 {drift[pairs.lr == 0.3].median():.2f}')
     at_1 = pairs[pairs.table == 'cause']
     print(f'std of the logits at 1: {at_1.logit_std.median():.1f}, '
           f"the twin's {at_1.logit_std_twin.median():.1f}")
