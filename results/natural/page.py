@@ -1,16 +1,11 @@
-"""The tables of PAGES and the figures, from the csv files: python -m results.natural.page"""
-import io
+"""The tables, figures and numbers of these pages: python -m results.natural.page"""
 import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from PIL import Image
 
-import analyze
 from results.mean_logit.mean_logit import cost, read_runs
-from results.natural.natural import SLOW_GAINS
-from tools import report
 
 HERE = Path(__file__).parent
 PAGES = ['README.md', 'cause.md', 'gain.md', 'more.md']
@@ -23,283 +18,209 @@ METHODS = {  # of the grids, in the paper's order
     'mu_loss': 'μ-loss, λ = 0.1',
     'mu_centering': 'μ-centering',
 }
-SHOWN = {'baseline': '#FF2C00', 'baseline, fp32 logits': 'black', 'μ-loss, λ = 0.1': '#FF9500',
-         'μ-centering': '#00B945'}
+GAINS = {'gain at 1e-3': 1e-3, 'gain at 10^-3.5': 10 ** -3.5, 'gain at 1e-4': 1e-4,
+         'gain at 1e-4 fp32 logits': 1e-4}  # of slow_gain: the scale of its learning rate
 
 
 def read(table, name='results'):
-    """A csv file of a table, with the seed of each run."""
+    """A csv file of a table. `arm` is what the name of a run begins with."""
     rows = pd.read_csv(HERE / table / f'{name}.csv')
-    if 'arm' in rows:
-        rows['arm'] = rows.arm.fillna('')
-    rows['seed'] = rows.run.str.extract(r'-s(\d+)', expand=False).astype(int)
+    rows['arm'] = rows.run.str.replace('-lr.*', '', regex=True).str.replace('_', ' ')
     return rows
 
 
 def read_grid(table):
-    """The untied runs of a grid of sweep.sh with its λ (of μ-loss 0.1), and the name of their method."""
+    """The untied runs of a grid of sweep.sh, with METHODS' names as `arm`."""
     rows = read(table)
-    rows['name'] = rows.method.map(METHODS)
-    rows.loc[rows.arm == 'fp32 logits', 'name'] = METHODS['fp32 logits']
-    default = (rows.method != 'mu_loss') | (rows.lam == 0.1)
-    default &= (rows.method != 'z_loss') | (rows.lam == 1e-4)
-    return rows[default & (rows.weight_tying == 0)]
+    rows['arm'] = rows.method.mask(rows.logits_dtype == 'float32', 'fp32 logits').map(METHODS)
+    other_lam = (rows.method == 'mu_loss') & (rows.lam != 0.1)
+    return rows[(rows.weight_tying == 0) & ~other_lam]
 
 
-def markdown(lines, header):
-    """A table in Markdown, whose first column is text."""
-    rule = '---' + '|---:' * (len(header) - 1)
-    head = '|'.join(header)
-    if not header[0]:
-        head = f'|{head}'  # else the first column has no header, and there is no table
-    return '\n'.join([head, rule, *('|'.join(line) for line in lines)])
+def read_gain(table):
+    """The runs of a table with what the last LayerNorm does at their end."""
+    columns = ['run', 'arm', 'lr', 'seed', 'steps', 'batch_size', 'final_gain', 'test_loss']
+    runs = read(table)[columns]
+    last = read(table, 'last_norm').sort_values('step').groupby('run').last()
+    return runs.join(last.drop(columns='arm'), on='run')
 
 
+# -------- the tables
 def number(x, digits):
     """'-0.5', but never '-0'."""
     text = f'{x:.{digits}f}'
     return text.removeprefix('-') if float(text) == 0 else text
 
 
-def mean_and_range(values, digits):
-    """'2.10 [2.05, 2.20]' of several seeds, '2.10' of one, '' of none."""
-    if len(values) == 0:
-        return ''
-    text = number(values.mean(), digits)
+def by_seed(rows, columns):
+    """
+    Runs and {header: (column, digits)} -> a line for each arm, as '4.23, 4.68, 4.75' of its seeds.
+    """
+    lines = {}
+    for arm, of_arm in rows.sort_values('seed', kind='stable').groupby('arm', sort=False):
+        cells = []
+        for column, digits in columns.values():
+            texts = [number(x, digits) for x in of_arm[column].dropna()]
+            cells.append(', '.join(texts))
+        lines[arm] = cells
+    return pd.DataFrame.from_dict(lines, 'index', columns=[*columns])
+
+
+def with_range(values, digits, middle='mean'):
+    """'2.10 [2.05, 2.20]' of several values, '2.10' of one."""
+    text = number(values.agg(middle), digits)
     if len(values) > 1:
         text += f' [{number(values.min(), digits)}, {number(values.max(), digits)}]'
     return text
 
 
-def by_seed(rows, column, digits):
-    """'4.23, 4.68, 4.75' of seeds 1, 2, 3."""
-    return ', '.join(number(x, digits) for x in rows.sort_values('seed')[column])
+def markdown(table):
+    """A DataFrame of texts as a table in Markdown."""
+    header = '|'.join([table.index.name or '|', *table.columns])  # '|' stands for an empty one
+    rule = '---' + '|---:' * len(table.columns)
+    return '\n'.join([header, rule, *('|'.join(line) for line in table.itertuples(name=None))])
 
 
-# -------- the tables
 def rule_table():
-    """What BF16 logits cost, by the size of the mean logit: c, this model's pairs, the authors' runs."""
+    """What BF16 logits cost by the size of the mean logit: c, these pairs, the authors' runs."""
     pairs = pd.read_csv(HERE / 'rule.csv')
-    authors = read_runs()
-    authors = authors[authors.kind.notna()]
-    lines = []
+    authors = read_runs().dropna(subset='kind')
+    lines = {}
     for low in (64, 128, 256, 512, 1024, 2048):
         harm = pairs.harm[pairs['mean'].abs().between(low, 2 * low, inclusive='left')]
         theirs = authors.excess[authors.logit_mean.abs().between(low, 2 * low, inclusive='left')]
-        text = number(harm.median(), 2)
-        if len(harm) > 1:
-            text += f' [{number(harm.min(), 2)}, {number(harm.max(), 2)}]'
-        known = number(theirs.median(), 2) if len(theirs) else ''
-        lines.append([f'{low:,}', f'{cost(low):.2g}', text, str(len(harm)), known])
-    return markdown(lines, ['mean logit from', 'the rule, c', 'harm here: median [lowest, highest]', 'pairs',
-                            "the authors' runs lose: median"])
+        lines[f'{low:,}'] = [f'{cost(low):.2g}', with_range(harm, 2, 'median'), str(len(harm)),
+                             number(theirs.median(), 2) if len(theirs) else '']
+    header = ['the rule, c', 'harm here: median [lowest, highest]', 'pairs',
+              "the authors' runs lose: median"]
+    return pd.DataFrame.from_dict(lines, 'index', columns=header).rename_axis('mean logit from')
 
 
 def grid_table():
-    """The test loss of each method at each rate: means over the seeds there are [lowest, highest]."""
-    rows = read_grid('grid')
-    rates = sorted(rows.lr.unique())
-    lines = []
-    for name in METHODS.values():
-        cells = [rows[(rows.name == name) & (rows.lr == rate)].test_loss for rate in rates]
-        lines.append([name, *(mean_and_range(cell, 3) for cell in cells)])
-    return markdown(lines, ['learning rate', *(f'{rate:g}' for rate in rates)])
-
-
-def untied_runs(table):
-    """The untied runs of a grid with the λ of sweep.sh, as analyze.py reads and names them."""
-    runs = analyze.read_runs(HERE / f'{table}/results.csv')
-    own = read_grid(table)
-    runs['variant'] = runs.variant.str.replace('logits_dtype float32', 'fp32 logits')
-    return runs[runs.run.isin(own.run)]
-
-
-def lrs_of(runs):
-    """LRS by analyze.py's function, a row for each variant that has all learning rates."""
-    lrs = analyze.learning_rate_sensitivity(runs)
-    return lrs[lrs.n_rates == lrs.n_rates.max()].set_index('variant')
-
-
-def lrs_cells(lrs):
-    """A text for each variant: the lowest in bold, and underlined if no run diverged, as the paper's."""
-    cells = lrs.lrs_n1.map('{:.3f}'.format)
-    is_lowest = cells == cells.min()
-    cells = cells.where(lrs.diverged != 0, '<ins>' + cells + '</ins>')
-    return cells.where(~is_lowest, '<b>' + cells + '</b>')
-
-
-def grid_lrs():
-    """
-    LRS of the grid: {'seed 1': of that seed, which alone has all learning rates, and so on: with the runs of
-    another seed at the two largest in place of its own}.
-    """
-    runs = untied_runs('grid')
-    first = lrs_of(runs[runs.seed == 1])
-    found = {'seed 1': first}
-    for seed in sorted({*runs.seed.astype(int)} - {1}):
-        at_largest = runs[(runs.seed == seed) & (runs.lr >= 0.1)].assign(seed=1)
-        others = runs[(runs.seed == 1) & (runs.lr < 0.1)]
-        found[f'seed {seed} from 0.1 on'] = lrs_of(pd.concat([others, at_largest])).loc[first.index]
-    return found
-
-
-def grid_lrs_table():
-    """LRS of the grid beside that of the authors' untied 16M."""
-    found = grid_lrs()
-    authors = analyze.read_runs(HERE.parent / 'authors/results.csv')
-    authors = lrs_of(authors[(authors['size'] == '16M') & (authors.weight_tying == 0)])
-    lines = []
-    for variant in found['seed 1'].index:
-        cells = [lrs_cells(lrs)[variant] for lrs in found.values()]
-        lines.append([variant, *cells, f'{authors.lrs_n1[variant]:.3f}'])
-    return markdown(lines, ['', *found, "the authors' 16M"])
+    """The test loss of each method at each rate: means over the seeds [lowest, highest]."""
+    losses = read_grid('grid').groupby(['arm', 'lr']).test_loss
+    table = losses.agg(with_range, digits=3).unstack().fillna('')
+    table.columns = [f'{rate:g}' for rate in table]
+    return table.reindex(METHODS.values()).rename_axis('learning rate')
 
 
 def rounding_table():
-    """The models of the baseline and of its twin at 0.3, with logits in BF16 and in fp32."""
-    rows = read('grid')
-    rows = rows[(rows.method == 'baseline') & (rows.lr == 0.3)]
-    lines = []
-    for arm, name in (('', 'BF16 logits'), ('fp32 logits', 'fp32 logits')):
-        of_arm = rows[rows.arm == arm]
-        losses = [by_seed(of_arm, f'test_loss_{dtype}', 2) for dtype in ('bfloat16', 'float32')]
-        lines.append([name, *losses])
-    return markdown(lines, ['trained with', 'evaluated with BF16 logits', 'with fp32 logits'])
+    """The baseline and its twin at 0.3, each evaluated with logits in BF16 and in fp32."""
+    rows = read_grid('grid')
+    rows = rows[(rows.method == 'baseline') & (rows.lr == 0.3)].sort_values('arm')
+    in_bf16 = rows.logits_dtype == 'bfloat16'
+    rows['bf16'] = rows.test_loss + rows.bf16_cost.mask(in_bf16, 0)
+    rows['fp32'] = rows.test_loss - rows.bf16_cost.where(in_bf16, 0)
+    rows['arm'] = rows.logits_dtype.map({'bfloat16': 'BF16 logits', 'float32': 'fp32 logits'})
+    table = by_seed(rows, {
+        'evaluated with BF16 logits': ('bf16', 2), 'with fp32 logits': ('fp32', 2)})
+    return table.rename_axis('trained with')
 
 
-RATIOS = {'mean logit': ('logit_mean', 0), 'cos(μ, h)': ('cos_mu_h', 2), 'r_emb': ('r_emb', 2),
-          'r_cos': ('r_cos', 3), 'r_log': ('r_log', 3)}
+def cause_table():
+    """The arms at 1, three seeds, and at 0.3, one seed, where the grid has the first two."""
+    grid = read_grid('grid')
+    grid = grid[(grid.method == 'baseline') & (grid.lr == 0.3) & (grid.seed == 1)]
+    first = {'baseline': 'BF16 logits', 'baseline, fp32 logits': 'fp32 logits'}
+    long = pd.concat([grid.assign(arm=grid.arm.map(first)), read('cause_0.3')])
+    mean = ('logit_mean', 0)
+    at_1 = by_seed(read('cause'), {'rate 1: test loss': ('test_loss', 2), 'mean logit': mean})
+    at_03 = by_seed(long, {'0.3: test loss': ('test_loss', 2), 'mean logit': mean})
+    return pd.concat([at_1, at_03], axis=1)
+
+
+def methods_table():
+    """All methods at 1: the paper's, then others."""
+    rows = read_grid('quick').query('lr == 1')
+    others = read('methods')
+    table = by_seed(pd.concat([rows, others]), {
+        'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), '‖μ‖': ('mu_norm', 0),
+        'largest logged training loss': ('largest_loss', 0)})
+    return table.reindex([*METHODS.values(), *others.arm.unique()])
+
+
+def rare_table():
+    """257 bytes in 320 rows."""
+    rows = read('rare')
+    rows = rows[rows.arm.str.startswith('bytes ')]
+    return by_seed(rows.assign(arm=rows.arm.str.removeprefix('bytes ')), {
+        'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
+        'weighted by frequency': ('logit_mean_f', 0)})
+
+
+def decay_table():
+    """Weight decay by Eq. 2, which the grid has at 0.3, and with the schedule, and the baseline."""
+    grid = read_grid('grid').query('method == "weight_decay" and lr == 0.3')
+    names = {'baseline': 'baseline', 'weight decay': 'weight decay, Eq. 2',
+             'eq2': 'weight decay, Eq. 2', 'decay': 'weight decay, λ η_t / η'}
+    rows = pd.concat([read('again').query('steps == 100_000'), grid, read('decay')])
+    rows['arm'] = rows.arm.map(names)
+    columns = {'test loss': ('test_loss', 3), 'std of the logits': ('logit_std', 1)}
+    at_0003 = by_seed(rows[rows.lr == 0.003], columns).add_prefix('at 0.003: ')
+    at_03 = by_seed(rows[rows.lr == 0.3], columns).add_prefix('at 0.3: ')
+    return pd.concat([at_0003, at_03], axis=1).reindex(dict.fromkeys(names.values()))
+
+
+def gain_table():
+    """With a gain and without one, by tokens a step."""
+    rows = read_gain('gain')
+    rows['share'] = rows.filter(regex='share_').sum(axis=1)
+    rows.loc[~rows.final_gain, ['gain_1', 'gain_median']] = None
+    return by_seed(rows, {
+        'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0), '‖h‖': ('h_norm', 2),
+        'cos(μ, h)': ('cos_mu_h', 2), 'energy in four dimensions': ('share', 4),
+        'gain of the largest': ('gain_1', 4), 'median gain of the others': ('gain_median', 2)})
+
+
+def slow_gain_table():
+    """Gains whose learning rate is scaled. Reach: that of all steps, some η steps / 2, scaled."""
+    rows = read_gain('slow_gain')
+    rows['highest'] = rows.run.map(read('slow_gain', 'curves').groupby('run').logit_mean.max())
+    rows['scale'] = rows.arm.map(GAINS)
+    rows['reach'] = rows.scale * rows.lr * rows.steps / 2
+    rows = rows.sort_values(['lr', 'scale', 'arm'], ascending=[False, False, True])
+    rows['arm'] = rows.lr.map('{:g}, '.format) + rows.arm
+    table = by_seed(rows, {
+        'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
+        'its largest': ('highest', 0), '‖h‖': ('h_norm', 2),
+        'gain of the largest dimension': ('gain_1', 3)})
+    reach = rows.drop_duplicates('arm').reach.map('{:.1f}'.format)
+    table.insert(0, 'reach', [*reach])
+    return table.rename_axis('learning rate, scale')
 
 
 def fact_3_table():
     """Fact 3's quantities of the grid's baselines."""
+    rows = read_grid('grid').query('arm == "baseline" and lr in [0.003, 0.03, 0.1, 0.3]')
+    rows = rows.assign(arm=rows.lr.map('{:g}'.format)).sort_values('lr')
+    return by_seed(rows, {
+        'mean logit': ('logit_mean', 0), 'cos(μ, h)': ('cos_mu_h', 2), 'r_emb': ('r_emb', 2),
+        'r_cos': ('r_cos', 3), 'r_log': ('r_log', 3)}).rename_axis('learning rate')
+
+
+def lrs(rows):
+    """LRS of each arm as the paper prints it, underlined if never over 1% above the lowest."""
+    losses = rows.pivot(index='lr', columns='arm', values='test_loss').dropna(axis=1)
+    value = (losses - losses.min()).sum() / (len(losses) - 1)
+    is_good = losses.le(1.01 * losses.min(axis=1), axis=0).all()
+    texts = value.map('{:.3f}'.format)
+    texts = texts.mask(is_good, '<ins>' + texts + '</ins>')
+    return texts.mask(value == value.min(), '<b>' + texts + '</b>')
+
+
+def grid_lrs_table():
+    """LRS of the grid, at the two largest rates of each seed, beside that of the authors' 16M."""
     rows = read_grid('grid')
-    rows = rows[rows.name == 'baseline']
-    lines = []
-    for rate in (0.003, 0.03, 0.1, 0.3):
-        at_rate = rows[rows.lr == rate]
-        lines.append([f'{rate:g}', *(by_seed(at_rate, column, digits) for column, digits in RATIOS.values())])
-    return markdown(lines, ['learning rate', *RATIOS])
-
-
-CAUSES = ['BF16 logits', 'fp32 logits', 'exact gradient', 'fp32 logits, BF16 gradient',
-          'gradient at a random scale', 'Coupled Adam', 'SGD on E', 'centered head', 'with a gain']
-
-
-def cause_table():
-    """The arms at rate 1, three seeds, and at 0.3, one seed; two of these are the grid's."""
-    quick = read('cause')
-    grid = read('grid')
-    grid = grid[(grid.method == 'baseline') & (grid.lr == 0.3) & (grid.seed == 1)]
-    grid = grid.assign(arm=grid.arm.replace('', 'BF16 logits'))
-    long = pd.concat([grid, read('cause_0.3')])
-    lines = []
-    for arm in CAUSES:
-        cells = []
-        for rows in (quick, long):
-            of_arm = rows[rows.arm == arm]
-            cells += [by_seed(of_arm, 'test_loss', 2), by_seed(of_arm, 'logit_mean', 0)]
-        lines.append([arm, *cells])
-    return markdown(lines, ['', 'rate 1: test loss', 'mean logit', '0.3: test loss', 'mean logit'])
-
-
-def methods_table():
-    """All methods at rate 1, three seeds."""
-    rows = read_grid('quick')
-    rows = rows[rows.lr == 1]
-    others = read('methods')
-    others['name'] = others.arm
-    lines = []
-    for name, of_method in pd.concat([rows, others]).groupby('name', sort=False):
-        columns = ('test_loss', 2), ('logit_mean', 0), ('mu_norm', 0), ('largest_loss', 0)
-        lines.append([name, *(by_seed(of_method, column, digits) for column, digits in columns)])
-    order = [*METHODS.values(), *others.name.unique()]
-    lines.sort(key=lambda line: order.index(line[0]))
-    return markdown(lines, ['', 'test loss', 'mean logit', '‖μ‖', 'largest logged training loss'])
-
-
-def last_of(rows):
-    """The last checkpoint of each run, of rows of last_norm.csv."""
-    return rows.sort_values('step').groupby('run', as_index=False).tail(1)
-
-
-SHARES = ['share_1', 'share_2', 'share_3', 'share_4']
-GAIN = {'mean logit': ('logit_mean', 0), '‖h‖': ('h_norm', 2), 'cos(μ, h)': ('cos_mu_h', 2),
-        'energy in four dimensions': ('share', 4), 'gain of the largest': ('gain_1', 4),
-        'median gain of the others': ('gain_median', 2)}
-
-
-def gain_table():
-    """With a gain and without one, by tokens a step: each seed."""
-    runs = read('gain')
-    runs['tokens'] = runs.batch_size * runs.block_size
-    last = last_of(read('gain', 'last_norm')).drop(columns='seed')
-    last['share'] = last[SHARES].sum(axis=1)
-    rows = runs[['run', 'seed', 'arm', 'tokens', 'test_loss']].merge(last, on='run')
-    lines = []
-    for (tokens, arm), part in rows.groupby(['tokens', 'arm']):
-        cells = [by_seed(part, column, digits) for column, digits in GAIN.values()]
-        if arm == 'without':
-            cells[-2:] = ['', '']
-        lines.append([f'{tokens:,} tokens, {arm}', by_seed(part, 'test_loss', 2), *cells])
-    return markdown(lines, ['', 'test loss', *GAIN])
-
-
-def slow_gain_table():
-    """Gains whose learning rate is scaled. Reach: the scale times the sum of the rates, lr steps / 2."""
-    runs = read('slow_gain')
-    curves = read('slow_gain', 'curves')
-    runs['highest'] = runs.run.map(curves.groupby('run').logit_mean.max())
-    last = last_of(read('slow_gain', 'last_norm')).set_index('run')
-    runs['gain'] = runs.run.map(last.gain_1)
-    runs['scale'] = runs.arm.map(SLOW_GAINS)
-    runs = runs.sort_values(['lr', 'scale', 'arm'], ascending=[False, False, True])
-    columns = ('test_loss', 2), ('logit_mean', 0), ('highest', 0), ('h_norm', 2), ('gain', 3)
-    lines = []
-    for (rate, arm), part in runs.groupby(['lr', 'arm'], sort=False):
-        reach = SLOW_GAINS[arm] * rate * part.steps.iloc[0] / 2
-        cells = [by_seed(part, column, digits) for column, digits in columns]
-        lines.append([f'{rate:g}, {arm}', f'{reach:.1f}', *cells])
-    header = ['learning rate, scale', 'reach', 'test loss', 'mean logit', 'its largest', '‖h‖',
-              'gain of the largest dimension']
-    return markdown(lines, header)
-
-
-RARE_ARMS = ['baseline', 'fp32 logits', 'weight decay', 'z-loss', 'soft-capping', 'μ-loss', 'μ-centering',
-             'centered by frequency', 'centered by rows in use', 'centered head']
-RARE = {'test loss': ('test_loss', 2), 'mean logit': ('logit_mean', 0),
-        'weighted by frequency': ('logit_mean_f', 0)}
-
-
-def rare_table():
-    """257 bytes in 320 rows: three seeds."""
-    rows = read('rare')
-    rows = rows[rows.run.str.startswith('bytes')]
-    lines = []
-    for arm in RARE_ARMS:
-        of_arm = rows[rows.arm == arm]
-        lines.append([arm, *(by_seed(of_arm, column, digits) for column, digits in RARE.values())])
-    return markdown(lines, ['', *RARE])
-
-
-def decay_table():
-    """Weight decay by Eq. 2, which the grid has at 0.3, and with the schedule, beside the baseline."""
-    grid = read_grid('grid')
-    again = read('again')
-    decay = read('decay')
-    eq_2 = [decay[decay.arm == 'Eq. 2'], grid[(grid.name == 'weight decay') & (grid.lr == 0.3)]]
-    arms = {'baseline': again[again.arm == 'baseline'],
-            'weight decay, Eq. 2': pd.concat(eq_2),
-            'weight decay, λ η_t / η': decay[decay.arm == 'with the schedule']}
-    lines = []
-    for name, rows in arms.items():
-        cells = []
-        for rate in (0.003, 0.3):
-            at_rate = rows[rows.lr == rate]
-            cells += [by_seed(at_rate, 'test_loss', 3), by_seed(at_rate, 'logit_std', 1)]
-        lines.append([name, *cells])
-    return markdown(lines, ['', 'at 0.003: test loss', 'std of the logits', 'at 0.3: test loss',
-                            'std of the logits'])
+    below = rows[rows.lr < 0.1]  # of seed 1
+    columns = {}
+    for seed, of_seed in rows[rows.lr >= 0.1].groupby('seed'):
+        name = 'seed 1' if seed == 1 else f'seed {seed} from 0.1 on'
+        columns[name] = lrs(pd.concat([below, of_seed]))
+    theirs = pd.read_csv(HERE.parent / 'authors/lrs.csv')
+    theirs = theirs.query('table == "methods" and size == "16M" and weight_tying == 0')
+    theirs = theirs.set_index(theirs.method.map(METHODS)).lrs_n1
+    columns["the authors' 16M"] = theirs.map('{:.3f}'.format)
+    return pd.DataFrame(columns).reindex([name for name in METHODS.values() if name in theirs])
 
 
 TABLES = {
@@ -318,159 +239,194 @@ TABLES = {
 
 
 def with_tables(text):
-    """The page with what stands between <!-- NAME --> and <!-- end --> replaced by the table of that name."""
+    """A page with what stands between <!-- NAME --> and <!-- end --> replaced by that table."""
     def table(match):
-        name = match[1]
-        return f'<!-- {name} -->\n{TABLES[name]()}\n<!-- end -->'
-    return re.sub(r'<!-- ([\w.]+) -->\n.*?<!-- end -->', table, text, flags=re.S)
+        return f'<!-- {match[1]} -->\n{markdown(TABLES[match[1]]())}\n<!-- end -->'
+    return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', table, text, flags=re.S)
 
 
 # -------- the figures
-def write_png(name, png):
-    """Writes a figure's bytes with 64 colors, which halves them."""
-    Image.open(io.BytesIO(png)).convert('RGB').quantize(64).save(HERE / f'{name}.png', optimize=True)
+RED, BLACK, ORANGE, GREEN = '#FF2C00', 'black', '#FF9500', '#00B945'
+OF_GRID = {'baseline': RED, 'baseline, fp32 logits': BLACK, 'μ-loss, λ = 0.1': ORANGE,
+           'μ-centering': GREEN}
+OF_CAUSE = {'BF16 logits': RED, 'exact gradient': ORANGE, 'gradient at a random scale': '#845B97',
+            'fp32 logits': BLACK, 'fp32 logits BF16 gradient': 'grey', 'Coupled Adam': GREEN,
+            'SGD on E': '#0C5DA5', 'centered head': '#00B0C0', 'with a gain': '#B07030'}
+OF_GAINS = {'gain at 1e-3': GREEN, 'gain at 10^-3.5': ORANGE, 'gain at 1e-4': RED,
+            'gain at 1e-4 fp32 logits': BLACK}
 
 
-def save_figure(name, figure):
-    """Draws a figure of this file."""
-    png = io.BytesIO()
-    figure.savefig(png, format='png', dpi=100)
+def draw(ax, runs, curves, column, colors, **style):
+    """A column of the runs' logs, or of their checkpoints, against the step: a line a run."""
+    for arm, color in colors.items():
+        for run in runs[runs.arm == arm].itertuples():
+            curve = curves[(curves.run == run.run) & (curves.step > 0)].dropna(subset=column)
+            curve = curve.sort_values('step')
+            label = arm if run.seed == 1 else None
+            ax.plot(curve.step, curve[column], linewidth=1.2, color=color, label=label, **style)
+    ax.xaxis.set_major_formatter('{x:,.0f}')
+    ax.set(xlabel='step')
+
+
+def save_figure(name, figure, ax, place='outside lower center', n_columns=4):
+    """Writes a figure with the legend of `ax`."""
+    figure.legend(*ax.get_legend_handles_labels(), loc=place, ncols=n_columns, frameon=False)
+    figure.savefig(HERE / f'{name}.png', dpi=100)
     plt.close(figure)
-    write_png(name, png.getvalue())
-
-
-CAUSE_COLORS = {'BF16 logits': '#FF2C00', 'exact gradient': '#FF9500',
-                'gradient at a random scale': '#845B97', 'fp32 logits': 'black',
-                'fp32 logits, BF16 gradient': 'grey', 'Coupled Adam': '#00B945', 'SGD on E': '#0C5DA5',
-                'centered head': '#00B0C0', 'with a gain': '#B07030'}
-
-
-def draw_curve(ax, curves, run, column, **style):
-    """One column of a run's log, or of its checkpoints, against the step."""
-    curve = curves[(curves.run == run) & (curves.step > 0)].dropna(subset=column).sort_values('step')
-    ax.plot(curve.step, curve[column], linewidth=1.2, **style)
 
 
 def draw_grid():
-    """
-    Held-out loss and mean logit against the step, at 0.3, a line for each seed. The points are test losses,
-    and the legend has their means.
-    """
-    rows = read_grid('grid')
-    rows = rows[rows.lr == 0.3]
+    """Held-out loss and mean logit at 0.3. Points: test losses; the legend has their means."""
+    runs = read_grid('grid').query('lr == 0.3')
     curves = read('grid', 'curves')
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout='constrained')
-    for name, color in SHOWN.items():
-        runs = rows[rows.name == name]
-        rounding = ', BF16 logits' if name == 'baseline' else ''
-        label = f'{name}{rounding}: {runs.test_loss.mean():.2f}'
-        for run in runs.itertuples():
-            for ax, column in zip(axes, ('val_loss', 'logit_mean'), strict=True):
-                draw_curve(ax, curves, run.run, column, color=color, label=label if run.seed == 1 else None)
-        axes[0].plot(runs.steps, runs.test_loss, 'o', color=color, markersize=4, clip_on=False)
-    axes[0].set(xlabel='step', ylabel='held-out loss, nats per token', xlim=(0, 100_000), ylim=(1.4, 4.6))
-    axes[1].set(xlabel='step', ylabel='mean logit', xlim=(0, 100_000))
-    for ax in axes:
-        ax.xaxis.set_major_formatter('{x:,.0f}')
-    figure.legend(*axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=4, frameon=False)
-    save_figure('figure', figure)
-
-
-def draw_paper():
-    """The paper's Figures 2, 4, 5, 11 and 12, of the grid and of the runs that repeat it."""
-    runs = untied_runs('grid')
-    rows = report.with_looks(analyze.with_marks(runs))
-    baselines = rows[rows.variant == 'baseline']
-    ratios = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
-    items = [report.figure_item('', '', 'loss', report.loss_figure(rows)),
-             report.figure_item('', '', 'statistics', report.four_panels(rows, report.FAR_VALUES)),
-             report.figure_item('', '', 'fact_3', report.four_panels(baselines, ratios))]
-    again = untied_runs('again')
-    again = again[again.steps == 100_000]  # without the demo's
-    marks = baselines.groupby('lr').diverged.max()  # the grid has the other methods
-    again = again.assign(variant='baseline', diverged=again.lr.map(marks))
-    items += report.distribution_figures(again, pd.read_csv(HERE / 'again/distributions.csv'))
-    for item in items:
-        write_png(item['name'].removesuffix('_baseline_untied'), item['png'])
+    labels = {}
+    for arm, color in OF_GRID.items():
+        losses = runs[runs.arm == arm].test_loss
+        name = 'baseline, BF16 logits' if arm == 'baseline' else arm
+        labels[arm] = f'{name}: {losses.mean():.2f}'
+        axes[0].plot([100_000] * len(losses), losses, 'o', color=color, markersize=4, clip_on=False)
+    colors = {labels[arm]: color for arm, color in OF_GRID.items()}
+    runs = runs.assign(arm=runs.arm.map(labels))
+    for ax, column in zip(axes, ('val_loss', 'logit_mean'), strict=True):
+        draw(ax, runs, curves, column, colors)
+    axes[0].set(ylabel='held-out loss, nats per token', xlim=(0, 100_000), ylim=(1.4, 4.6))
+    axes[1].set(ylabel='mean logit', xlim=(0, 100_000))
+    save_figure('figure', figure, axes[0])
 
 
 def draw_cause():
-    """The mean logit against the step for each arm of `cause`, a line for each seed."""
-    rows = read('cause')
-    curves = read('cause', 'curves')
+    """The mean logit of each arm at 1."""
     figure, ax = plt.subplots(figsize=(9, 3.4), layout='constrained')
-    for arm, color in CAUSE_COLORS.items():
-        for run in rows[rows.arm == arm].itertuples():
-            label = arm if run.seed == 1 else None
-            draw_curve(ax, curves, run.run, 'logit_mean', color=color, label=label)
-    ax.set(xlabel='step', ylabel='mean logit')
-    figure.legend(loc='outside right center', frameon=False)
-    save_figure('cause', figure)
-
-
-DASHES = {128: '-', 512: '--', 2048: ':'}
+    draw(ax, read('cause'), read('cause', 'curves'), 'logit_mean', OF_CAUSE)
+    ax.set(ylabel='mean logit')
+    save_figure('cause', figure, ax, 'outside right center', 1)
 
 
 def draw_gain():
-    """What the last LayerNorm does, with a gain and without, against the step: a line for each seed."""
+    """What the last LayerNorm does, with a gain and without."""
     runs = read('gain')
-    runs['tokens'] = runs.batch_size * runs.block_size
-    runs = runs.sort_values(['tokens', 'arm'])
+    colors = {arm: RED if arm.endswith('without') else '#B07030' for arm in runs.arm}
     rows = read('gain', 'last_norm')
-    rows['share'] = rows[SHARES].sum(axis=1)
+    rows['share'] = rows.filter(regex='share_').sum(axis=1)
+    rows.loc[rows.arm.str.endswith('without'), ['gain_1', 'gain_median']] = None
     panels = {'share': 'energy in four dimensions', 'gain_1': 'gain of the largest dimension',
-              'gain_median': 'median gain of the others', 'h_norm': '‖h‖', 'cos_mu_h': 'cos(μ, h)',
-              'logit_mean': 'mean logit'}
+              'gain_median': 'median gain of the others', 'h_norm': '‖h‖',
+              'cos_mu_h': 'cos(μ, h)', 'logit_mean': 'mean logit'}
     figure, axes = plt.subplots(2, 3, figsize=(10, 5.4), layout='constrained', sharex=True)
-    for ax, (column, label) in zip(axes.flat, panels.items(), strict=True):
-        for run in runs.itertuples():
-            if column.startswith('gain') and run.arm == 'without':
-                continue
-            label_of = f'{run.tokens:,} tokens, {run.arm}' if run.seed == 1 else None
-            color = '#B07030' if run.arm == 'with a gain' else '#FF2C00'
-            draw_curve(ax, rows, run.run, column, color=color, linestyle=DASHES[run.tokens], label=label_of)
-        ax.set(title=label)
-        ax.xaxis.set_major_formatter('{x:,.0f}')
-    for ax in axes[1]:
-        ax.set_xlabel('step')
-    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False)
-    save_figure('gain', figure)
-
-
-SLOW_COLORS = {'gain at 1e-3': '#00B945', 'gain at 10^-3.5': '#FF9500', 'gain at 1e-4': '#FF2C00',
-               'gain at 1e-4, fp32 logits': 'black'}
+    for ax, (column, title) in zip(axes.flat, panels.items(), strict=True):
+        for line, sequences in (('-', 4), ('--', 16), (':', 64)):
+            part = runs[runs.batch_size == sequences]
+            draw(ax, part, rows, column, colors, linestyle=line)
+        ax.set(title=title)
+    save_figure('gain', figure, axes[1, 0], n_columns=3)
 
 
 def draw_slow_gain():
-    """Mean logit and gains of slow gains against the step, at rate 1 and at 0.3."""
+    """Mean logit and gains with slow gains, at 1 and at 0.3."""
     runs = read('slow_gain')
     curves = read('slow_gain', 'curves')
     norms = read('slow_gain', 'last_norm')
-    rates = sorted(runs.lr.unique(), reverse=True)
-    figure, axes = plt.subplots(len(rates), 2, figsize=(9, 0.6 + 2.6 * len(rates)), layout='constrained',
-                                squeeze=False)
-    for (left, right), rate in zip(axes, rates, strict=True):
-        for run in runs[runs.lr == rate].itertuples():
-            color = SLOW_COLORS[run.arm]
-            draw_curve(left, curves, run.run, 'logit_mean', color=color,
-                       label=run.arm if run.seed == 1 else None)
-            draw_curve(right, norms, run.run, 'gain_1', color=color)
-            draw_curve(right, norms, run.run, 'gain_median', color=color, linestyle='--')
-        left.set(title=f'learning rate {rate:g}', ylabel='mean logit')
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5.8), layout='constrained')
+    for (left, right), rate in zip(axes, (1, 0.3), strict=True):
+        part = runs[runs.lr == rate]
+        draw(left, part, curves, 'logit_mean', OF_GAINS)
+        draw(right, part, norms, 'gain_1', OF_GAINS)
+        draw(right, part, norms, 'gain_median', OF_GAINS, linestyle='--')
+        left.set(title=f'learning rate {rate}', ylabel='mean logit')
         right.set(title='gain of the largest dimension; dashed: others', ylim=(-0.1, 1.1))
-        for ax in (left, right):
-            ax.xaxis.set_major_formatter('{x:,.0f}')
-    for ax in axes[-1]:
-        ax.set_xlabel('step')
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=3, frameon=False)
-    save_figure('slow_gain', figure)
+    save_figure('slow_gain', figure, axes[0, 0])
+
+
+# -------- the numbers of the texts
+def span(values, digits=2):
+    """'1.35 to 1.51': the lowest and the highest."""
+    return f'{number(values.min(), digits)} to {number(values.max(), digits)}'
+
+
+def above(arm, rows, index='seed'):
+    """Test losses minus those of `arm`, a column for each arm."""
+    losses = rows.pivot(index=index, columns='arm', values='test_loss')
+    return losses.sub(losses[arm], axis=0).round(3)
+
+
+def print_numbers():
+    pd.set_option('display.width', 250, 'display.max_columns', 20)
+    grid, quick = read_grid('grid'), read_grid('quick')
+    cause, gain, rare, takes = read('cause'), read_gain('gain'), read('rare'), read('takes')
+    authors = pd.read_csv(HERE.parent / 'authors/results.csv')
+
+    print('\nREADME.md')
+    inputs = pd.concat([gain.x_norm, read_gain('slow_gain').x_norm])
+    print(f'{len(inputs)} norms before the last norm: {min(inputs):.0e} to {max(inputs):.0e}')
+    runs = pd.concat([grid[(grid.arm == 'baseline') & (grid.lr == 0.3)],
+                      cause[cause.arm == 'BF16 logits']])
+    print('spread of the mean logit over it:', span(runs.logit_mean_spread / runs.logit_mean, 4))
+    theirs = authors[(authors.method == 'baseline') & (authors.logit_mean.abs() >= 64)]
+    spread = theirs.logit_mean_spread / theirs.logit_mean.abs()
+    print(f"of the authors' {len(spread)} baselines: median {spread.median():.2f}")
+    weak = read('quick').query('method == "mu_loss" and lam == 1e-4 and lr == 1')
+    print('mean logit of μ-loss with λ = 1e-4:', *weak.logit_mean.round())
+    print('test loss above the baseline:', above('baseline', grid, ['lr', 'seed']), sep='\n')
+    print('at 0.3, above fp32 logits:',
+          above('baseline, fp32 logits', grid[grid.lr == 0.3]), sep='\n')
+
+    print('\ncause.md')
+    print('above fp32 logits:', above('fp32 logits', cause), sep='\n')
+    norms = cause.mu_norm / cause.mean_share ** 0.5  # roots of the mean square of the rows' norms
+    cause = cause.assign(row_norm=norms)
+    print(cause[cause.seed == 1][['arm', 'row_norm', 'mean_share']])
+    print('at 0.1:', grid[(grid.lr == 0.1) & grid.arm.isin(['z-loss', 'baseline'])][
+        ['arm', 'seed', 'mu_norm', 'test_loss']], sep='\n')
+    print('at 0.3:', read('cause_0.3')[['arm', 'mu_norm', 'test_loss']], sep='\n')
+    takes['twin'] = takes.arm.str.endswith(' fp32')
+    takes['what'] = takes.arm.str.removesuffix(' fp32')
+    losses = takes.pivot(index='what', columns='twin', values='test_loss')
+    print('harm, by what is changed:', losses[False] - losses[True], sep='\n')
+
+    print('\ngain.md')
+    shares = gain[gain.final_gain].filter(regex='share_').cumsum(axis=1)
+    gains = gain[gain.final_gain].filter(regex='gain_[1-4]')
+    carry = shares.shift(axis=1, fill_value=0) < 0.99  # dimensions up to 99% of the energy
+    print('dimensions:', carry.sum(axis=1).value_counts().to_dict(),
+          'their gains:', span(gains.where(carry.to_numpy()).stack(), 4))
+    few = gain[gain.final_gain & (gain.batch_size == 4)]
+    print('128 tokens, with a gain, ‖μ‖:', span(few.mu_norm, 0))
+    gain['arm'] = gain.final_gain.map({True: 'with a gain', False: 'without'})
+    print(above('with a gain', gain, ['batch_size', 'seed']))
+    twin = grid[(grid.arm == 'baseline, fp32 logits') & (grid.lr == 0.3) & (grid.seed == 1)]
+    slow = pd.concat([read('slow_gain'), twin])
+    print(above('gain at 1e-4 fp32 logits', slow[slow.lr == 1]))
+    print(above('baseline, fp32 logits', slow[slow.lr == 0.3]))
+
+    print('\nmore.md')
+    in_bytes = rare[rare.arm.str.startswith('bytes')]
+    print('rare rows, above the baseline:', above('bytes baseline', in_bytes).T, sep='\n')
+    print('above fp32 logits:', above('bytes fp32 logits', in_bytes).T, sep='\n')
+    print('μ-centering, rounding:', span(rare[rare.arm == 'bytes μ-centering'].bf16_cost))
+    weighted = rare[rare.seed == 1].set_index('arm').logit_mean_f
+    for rows in (96, 128, 256, 640):
+        left = weighted[f'{rows} rows μ-centering'] / weighted[f'{rows} rows baseline']
+        print(f'{rows} rows: {left:.2f} of the drift is left')
+    demo = read('demo').groupby(['method', 'logits_dtype'])
+    print('the demo:', demo.test_loss.agg(['min', 'max']), sep='\n')
+    print('8,000 steps, up to 0.3, from the baseline:',
+          above('baseline', quick[quick.lr < 1], ['lr', 'seed']).abs().max(), sep='\n')
+    tied = read('quick').query('weight_tying and lr == 1')
+    print('tied, at 1:', tied[['method', 'test_loss']], sep='\n')
+    decay = pd.concat([read('again'), read('decay')])
+    print('decay, at 0.003:', above('baseline', decay[decay.lr == 0.003]), sep='\n')
+    print('at 0.3:', decay[decay.arm == 'decay'][['lr', 'seed', 'logit_mean']], sep='\n')
+    theirs = authors[(authors.lr == 0.003) & (authors.weight_tying == 0)]
+    theirs = theirs.pivot_table(index='size', columns='method', values='test_loss')
+    print("the authors' weight decay:", span(theirs.weight_decay - theirs.baseline, 3))
 
 
 if __name__ == '__main__':
     for page in (HERE / name for name in PAGES):
         page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
     draw_grid()
-    draw_paper()
     draw_cause()
     draw_gain()
     draw_slow_gain()
+    print_numbers()
