@@ -109,10 +109,11 @@ def decays():
 def parity():
     """The largest differences between the authors' code and this one, over the methods and tyings."""
     rows = read('authors/parity.csv')
-    columns = ['loss', 'objective', 'gradients', 'weights']
+    columns = ['first weights', 'loss', 'objective', 'gradients', 'after 5 steps']
     largest = rows.groupby('rope')[columns].max()
-    lines = [[rope, *(f'{x:.1e}' for x in row)] for rope, *row in largest.itertuples()]
-    return markdown(["RoPE's angles", 'loss', 'with regulariser', 'gradients', 'after 5 steps'], lines)
+    lines = [[rope, *(f'{x:.1g}' for x in row)] for rope, *row in largest.itertuples()]
+    return markdown(["RoPE's angles", 'first weights', 'loss', 'with regulariser', 'gradients',
+                     'after 5 steps'], lines)
 
 
 # -------- results/mean_logit and results/speed
