@@ -68,7 +68,7 @@ def code(mark):
 
 
 HEAD = code('class CenteredHead')
-FUNCTIONS, HOOK, PENALTY, CHECK = re.split(r'\n(?=# )', code('def center'))
+FUNCTIONS, BEFORE, HOOK, PENALTY, CHECK = re.split(r'\n(?=# )', code('def center'))
 same = functools.partial(close, rtol=0, atol=1e-12)
 
 
@@ -93,11 +93,12 @@ def gpt_with_a_mean(method, tied):
 def two_steps(method, tied, wrap):
     """A baseline after two clipped steps on two of four sequences, with adopt.md's lines."""
     gpt = gpt_with_a_mean('baseline', tied)
-    model = wrap(gpt)
+    names = run(BEFORE, model=gpt)
+    names['model'] = model = wrap(gpt)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
     scaler = torch.amp.GradScaler('cpu')
     if method == 'mu_centering':
-        run(HOOK, optimizer=optimizer, model=gpt)
+        run(HOOK, **names, optimizer=optimizer)
     for step in (1, 2):
         tokens, targets = token_batch(step)
         for i in (dist.get_rank(), dist.get_rank() + 2):
@@ -105,7 +106,7 @@ def two_steps(method, tied, wrap):
             scaler.scale(loss / 2).backward()
         scaler.unscale_(optimizer)
         if method == 'mu_loss':
-            run(PENALTY.replace('lam=1e-4', 'lam=0.3'), model=gpt)
+            run(PENALTY.replace('lam=1e-4', 'lam=0.3'), **names)
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
@@ -160,6 +161,24 @@ def test_line():
                         (code('E -= mu / V'), E.flatten())):
         with pytest.raises(AssertionError):
             run(line, E=wrong)
+
+
+def test_nanogpt(tmp_path):
+    """git applies the patch to a file with its context; what it adds runs, and is μ-loss."""
+    patch = Path(ROOT, 'tools/nanogpt.diff')
+    before = [''] * 400
+    for start, hunk in re.findall(r'^@@ -(\d+).*\n((?:[ +].*\n)+)', patch.read_text(), re.M):
+        for i, line in enumerate(re.findall(r'^ (.*)', hunk, re.M), int(start) - 1):
+            before[i] = line
+    (tmp_path / 'train.py').write_text('\n'.join(before))
+    subprocess.run(['git', 'apply', patch], cwd=tmp_path, check=True)
+
+    after = (tmp_path / 'train.py').read_text().splitlines()
+    added = [line.strip() for line in after if line not in before]
+    model = gpt_with_a_mean('baseline', True)
+    names = {'torch': torch, 'model': model, 'logits': normal(generator(0), 2, 5, 61), 'loss': 2}
+    exec('\n'.join(added), names)
+    same(names['loss'], 2 + 1e-4 * model.E.mean(dim=0).square().sum())
 
 
 @pytest.mark.parametrize('tied', [False, True])
