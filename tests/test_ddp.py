@@ -41,13 +41,13 @@ def test_killed_ranks(corpus, tmp_path):
     """Under torchrun, which forks them here, they end as if never stopped."""
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
     flags = [*SMALL, '--method=mu_centering', '--steps=8', '--lr=1e-2', '--ckpt_every=3', '--keep_every=8',
-             f'--data={corpus}']
-    for rank in ranks(2, [*flags, f'--out={whole}'], tmp_path / 'stderr'):
+             '--batch_size=6', f'--data={corpus}']
+    for rank in ranks(3, [*flags, f'--out={whole}'], tmp_path / 'stderr'):
         finish(rank, 0)
-    for rank in ranks(2, [*flags, f'--out={killed}'], tmp_path / 'stderr', prepare=(at_step, 6, kill)):
+    for rank in ranks(3, [*flags, f'--out={killed}'], tmp_path / 'stderr', prepare=(at_step, 6, kill)):
         finish(rank, -signal.SIGKILL)
     assert load(killed, 'ckpt.pt')['step'] == 3
-    argv = ['--standalone', '--nproc_per_node=2', '--start_method=fork', '--run_path', f'{ROOT}/train.py',
+    argv = ['--standalone', '--nproc_per_node=3', '--start_method=fork', '--run_path', f'{ROOT}/train.py',
             *flags, f'--out={killed}']
     finish(process(torch.distributed.run.main, argv, daemon=False), 0)
     assert_same(state_of(killed), state_of(whole))

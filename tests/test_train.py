@@ -76,9 +76,9 @@ def test_times(trained, monkeypatch, capsys):
 
 def test_mfu(trained, monkeypatch):
     """On a card whose peak is known: 6 N + 12 layers width T FLOP a token, and no MFU elsewhere."""
-    assert not any('mfu' in line for line in log_of(trained('unknown', '--steps=8')))
+    assert not any('mfu' in line for line in log_of(trained('unknown', '--steps=8', '--dtype=bfloat16')))
     monkeypatch.setitem(train.PEAK_FLOPS, 'cpu', 1e9)
-    out = trained('known', '--steps=8')
+    out = trained('known', '--steps=8', '--dtype=bfloat16')
     last = log_of(out, times=True)[-2]
     flop = 6 * result_of(out)['n_params'] + 12 * 1 * 32 * 32
     assert last['mfu'] == pytest.approx(last['tokens_per_second'] * flop / 1e9)
