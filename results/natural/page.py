@@ -271,7 +271,7 @@ def draw(ax, runs, curves, column, colors, **style):
 def save_figure(name, figure, ax, place='outside lower center', n_columns=4):
     """Writes a figure with the legend of `ax`."""
     figure.legend(*ax.get_legend_handles_labels(), loc=place, ncols=n_columns, frameon=False)
-    figure.savefig(HERE / f'{name}.png', dpi=100)
+    figure.savefig(HERE / f'{name}.png', dpi=85)
     plt.close(figure)
 
 

@@ -12,23 +12,25 @@ def project(x):
 
 def figure_1(H=1024, V=2000):
     """Embeddings isotropic around μ, before and after e_i* = e_i - μ (Eq. 9)."""
-    rng = np.random.RandomState(1)
-    mu, h = np.zeros(H), np.zeros(H)  # in the plane of the first two coordinates
-    mu[0], h[:2] = 0.5, (0.5, 0.3)
-    E = rng.standard_normal((V, H)) / np.sqrt(H)
+    mu = np.zeros(H)
+    h = np.zeros(H)
+    mu[0] = 0.5
+    h[:2] = 0.5, 0.3  # so x1 and x2 are the plane of μ and h
+    E = 0.3 * np.random.RandomState(1).standard_normal((V, H)) / np.sqrt(H)
     E += mu - E.mean(axis=0)
+
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), subplot_kw={'projection': '3d'})
     panels = ((r'$e_i$', E, {r'$\mu$': mu, '$h$': h}),
-              (r'$e_i^\star = e_i - \mu$', E - E.mean(axis=0), {'$h$': h}))
+              (r'$e_i^\star = e_i - \mu$', E - mu, {'$h$': h}))
     for ax, (title, points, arrows) in zip(axes, panels, strict=True):
         ax.scatter(*project(points), s=2, color='#FF2C00', alpha=0.4)  # the paper's baseline
         for label, vector in arrows.items():
             ax.quiver(0, 0, 0, *project(vector), color='black', arrow_length_ratio=0.1)
             ax.text(*project(1.15 * vector), label, fontsize=12)
         cos = points @ h / np.linalg.norm(points, axis=1) / np.linalg.norm(h)
-        ax.set(title=f'{title}\nmean of cos($h$, ·): {abs(cos.mean()):.2f}, largest: {abs(cos).max():.2f}',
+        ax.set(title=f'{title}\nmean of cos($h$, ·): {abs(cos.mean()):.2f}',
                xlabel='$x_1$', xlim=(-0.2, 0.7), ylabel='$x_2$', ylim=(-0.3, 0.5),
-               zlabel='$x_3^{(3)}$', zlim=(0, 1.2))
+               zlabel='$x_3^{(3)}$', zlim=(0, 0.5))
         ax.locator_params(nbins=5)
         ax.view_init(elev=20, azim=-60)
         ax.zaxis.labelpad = 8
