@@ -251,8 +251,6 @@ def main(argv=None):
     """Makes the shards that the flags ask for, or those of them that are missing."""
     args = parser.parse_args(argv)
     check((args.source == 'local') == bool(args.files), '--source=local and --files go together')
-    check(args.source != 'pretokenized' or args.tokenizer == 'gpt2',
-          '--source=pretokenized has GPT-2 tokens')
     check(args.source == 'stdlib' or args.tokenizer != 'chars',
           '--tokenizer=chars is for --source=stdlib: of other texts it loses many characters')
     folder = 'fineweb' if args.source == 'pretokenized' else args.source

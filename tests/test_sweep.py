@@ -1,7 +1,9 @@
 """sweep.sh: the commands of its grids, a small sweep. The runner: what runs, on which GPUs, what fails."""
 import functools
 import io
+import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -9,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,10 +58,10 @@ def test_the_papers_grids():
     same = {'steps': 100_000, 'seed': 1, 'data': 'data/fineweb', 'batch_size': 64, 'block_size': 2048}
     names = ['lr', 'size', 'weight_tying', 'method', 'lam']
     paper, ablation, check = plan(), plan('ablation'), plan('check')
-    assert_grid(paper, names, product(LRS, SIZES, [False, True], PAPER, [None]), same)
-    of_ablation = product(LRS, SIZES, [False], ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100])
+    assert_grid(paper, names, itertools.product(LRS, SIZES, [False, True], PAPER, [None]), same)
+    of_ablation = itertools.product(LRS, SIZES, [False], ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100])
     assert_grid(ablation, names, of_ablation, same)
-    assert_grid(check, names, product([0.3], ['16M'], [False], ['baseline', 'mu_centering'], [None]), same)
+    assert_grid(check, names, itertools.product([0.3], ['16M'], [False], ['baseline', 'mu_centering'], [None]), same)
     assert {os.path.dirname(run.out) for run in paper + ablation} == {'out/paper'}
 
 
@@ -110,12 +112,13 @@ def test_small_sweep(corpus, tmp_path):
 
 # -------- the runner
 class StandIn:
-    """In place of a run's subprocess.Popen: it ends when it has been polled once to three times."""
+    """In place of a run's subprocess.Popen: it ends when it has been polled some times."""
 
     def __init__(self, runs, words, env, stdout, stderr):
         self.runs, self.out = runs, Path(stdout.name).parent
         self.gpus = [gpu for gpu in env['CUDA_VISIBLE_DEVICES'].split(',') if gpu]
-        self.polls_left = 1 + len(runs.started) % 3
+        self.threads = env['OMP_NUM_THREADS']
+        self.polls_left = next(runs.polls)
         self.calls = []
         runs.started.append(self)
         self.at_work = [run for run in runs.started if run.polls_left]  # as this one starts
@@ -142,6 +145,7 @@ class Runs:
     def __init__(self, corpus, monkeypatch):
         self.flags = f'--size=tiny --block_size=32 --batch_size=12 --data={corpus}'
         self.lines, self.started = [], []
+        self.polls = itertools.cycle([1, 2, 3])  # until a run ends
         self.unlucky = ''  # the names of runs that leave no result
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(subprocess, 'Popen', functools.partial(StandIn, self))
@@ -185,24 +189,40 @@ def test_gpus(runs, monkeypatch, visible, gpus, flags, processes, jobs):
 
 
 def test_too_few_gpus(runs, monkeypatch):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
     runs.add('--device=cuda', 'torchrun --nproc_per_node=4')
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     refused(runs.call, '4 GPUs')
+    runs.lines = []
+    runs.add('--device=cuda')
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    refused(lambda: runs.call('--jobs=2'), '1 GPUs')
 
 
-def test_cores(runs):
-    """On a CPU as many runs at a time as there are cores."""
+def test_cores(runs, monkeypatch):
+    """On a CPU as many runs at a time as there are cores, with a thread each unless the user says more."""
     cores = len(os.sched_getaffinity(0))
     for _ in range(cores + 2):
         runs.add('--device=cpu')
+    monkeypatch.delenv('OMP_NUM_THREADS')
     runs.call()
     assert max(len(run.at_work) for run in runs.started) == cores
+    assert {run.threads for run in runs.started} == {'1'}
+    shutil.rmtree('out')
+    monkeypatch.setenv('OMP_NUM_THREADS', '3')
+    runs.call()
+    assert {run.threads for run in runs.started} == {'3'}
 
 
-def test_two_lines_with_one_folder(runs):
-    runs.add('--device=cpu --lr=1')
-    runs.add('--device=cpu --lr=2 --out=out/r0')
-    refused(runs.call, 'same --out')
+def test_time_left(runs, monkeypatch, capsys):
+    """It counts by rounds: four runs of a minute each, two at a time."""
+    for _ in range(4):
+        runs.add('--device=cpu')
+    runs.polls = itertools.repeat(1)
+    seconds = iter([0, 60, 60, 120, 120])
+    monkeypatch.setattr(runner, 'time', SimpleNamespace(monotonic=seconds.__next__, sleep=time.sleep))
+    runs.call('--jobs=2')
+    assert re.findall('about ([0-9]+) min', capsys.readouterr().out) == ['1', '1', '0', '0']
 
 
 def test_failures(runs, capsys):
@@ -213,12 +233,15 @@ def test_failures(runs, capsys):
     with pytest.raises(SystemExit, match=': r1$'):
         runs.call('--jobs=1')
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith('3 of 3 runs to do')
+    assert re.findall('[0-9]+', printed[0]) == ['0', '0', '3']
     assert [line.split('left] ')[1] for line in printed[1:]] == [f'r{i}: log of r{i}' for i in range(3)]
 
     runs.unlucky = ''
+    Path('out/r1/ckpt.pt').touch()
+    runs.add('--device=cpu')
     runs.call()
-    assert [run.out.name for run in runs.started] == ['r1']
+    assert [run.out.name for run in runs.started] == ['r1', 'r3']
+    assert re.findall('[0-9]+', capsys.readouterr().out.splitlines()[0]) == ['2', '1', '1']
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
@@ -234,11 +257,14 @@ def test_signals(runs, number, monkeypatch):
 
 
 def test_what_is_refused_before_the_first_run(runs):
-    """What train.py itself would refuse: a flag, the folder of another run."""
+    """Two lines with one --out, and what train.py would refuse: a flag, the folder of another run."""
     runs.add()
+    runs.add('--lr=2 --out=out/r0')
+    refused(runs.call, 'same --out')
+    runs.lines.pop()
     runs.add('--lam=1')
     refused(runs.call, '--lam')
-    args = train.read_command(shlex.split(f'{runs.flags} --seed=9'))
+    args, *_ = train.read_command(shlex.split(f'{runs.flags} --seed=9'))
     os.makedirs('out/r1')
     train.save(vars(args), 'out/r1/config.json')
     runs.lines[1] = runs.lines[1].replace('--lam=1', '')
