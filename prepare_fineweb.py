@@ -284,7 +284,7 @@ def main(argv=None):
             meta['done'] = True
             save(meta, meta_path)
     print(f'{args.out} has {meta["train_tokens"]:,} tokens to train on; '
-          f'{meta["copies"]:,} copies of a document were left out')
+          f'{meta["copies"]:,} copies of documents were left out')
 
 
 if __name__ == '__main__':

@@ -91,7 +91,7 @@ def main(argv=None):
     todo = [run for run in runs if not (run.out / 'result.json').exists()]
     resume = sum((run.out / 'ckpt.pt').exists() for run in todo)
     done = len(runs) - len(todo)
-    print(f'{done} runs are done, {resume} resume, {len(todo) - resume} are new. '
+    print(f'runs: {done} done, {resume} to resume, {len(todo) - resume} new. '
           'What a run prints goes to run.log in its --out', flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
