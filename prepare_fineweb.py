@@ -11,8 +11,8 @@ it, in an hour or two of CPU time. The second one downloads 26 GB of tokens, fro
 kjj0/fineweb100B-gpt2, on which the authors trained.
 
 A folder gets *_val_000000.bin, which is held out, then *_train_000000.bin and so on, and meta.json:
-how they were made, and whether all are there. A larger --tokens adds train shards, and leaves val
-as it is.
+how they were made, what is there, and whether that is all. A larger --tokens adds train shards, and
+leaves val as it is. A text that occurs more than once in local files is read once.
 """
 import argparse
 import glob
@@ -31,7 +31,7 @@ import pyarrow.parquet
 import tiktoken
 from tqdm import tqdm
 
-from train import SHARD, check, integer, lock_folder, read_json, save
+from train import SHARD, Windows, check, integer, lock_folder, read_json, save
 
 parser = argparse.ArgumentParser(usage='%(prog)s [--flag=value ...]', allow_abbrev=False,
                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -45,16 +45,14 @@ add('--tokenizer', default='gpt2', choices=['gpt2', 'bytes', 'chars'],
     help='bytes and chars need no download; chars is for --source=stdlib alone')
 add('--tokens', type=integer, default=13_200_000_000, help='tokens to train on, at most')
 add('--val_tokens', type=integer, default=10_500_000, help='tokens to hold out, at most: the '
-    'first ones, or of local files every tenth document, whose copies are left out')
+    'first ones, or of local files every tenth document')
 add('--shard_tokens', type=integer, default=100_000_000, help='tokens in a train shard, at most')
 
 
 # -------- text
 def golden_order(items):
-    """
-    The items in another order: the first n of them, for any n, are spread evenly over all. A
-    command needs only some of the files, and neighbours in a list of files are often alike.
-    """
+    """The items in an order in which the first n, for any n, are spread evenly over all."""
+    # a command may need only some of the files, and neighbours in a list of files are often alike
     golden_ratio = (5**0.5 - 1) / 2
     order = sorted(range(len(items)), key=lambda i: i * golden_ratio % 1)
     return [items[i] for i in order]
@@ -92,9 +90,8 @@ def read_file(path):
                 yield from rows['text'].to_pylist()
     elif path.endswith('.jsonl'):
         with open(path, encoding='utf-8-sig') as f:
-            for line in f:
-                if line.strip():
-                    yield json.loads(line)['text']
+            for line in filter(str.strip, f):  # without empty lines
+                yield json.loads(line)['text']
     elif path.endswith('.py'):  # some of Python's own tests are not UTF-8, on purpose
         yield Path(path).read_text(encoding='utf-8', errors='replace')
     else:
@@ -114,15 +111,22 @@ def read_texts(paths):
             check(False, f'{path}: {error!r}')
 
 
-def hold_out(paths, args):
+def local_texts(paths, for_val, meta, args):
     """
-    Local documents in two groups: every tenth one, which val begins with, and those that equal none
-    of the first group. One's own files are often sorted by topic, or have copies.
+    Yields every tenth document of local files, for val, or else the others: one's own files are
+    often sorted by topic. A text that occurs again is left out and counted.
     """
     # fewer of a large text, so that val is from all of it. A GPT-2 token has some 4 bytes
     every = max(10, args.bytes // (4 * args.val_tokens))
-    held_out = dict.fromkeys(islice(read_texts(paths), 0, None, every))
-    return [held_out, (text for text in read_texts(paths) if text not in held_out)]
+    known = set()
+    meta['copies'] = 0
+    for text in read_texts(paths):
+        number = len(known)
+        known.add(hash(text))
+        if len(known) == number:
+            meta['copies'] += 1
+        elif for_val == (number % every == 0):
+            yield text
 
 
 # -------- tokens
@@ -143,6 +147,7 @@ def load_encoder(name):
         gpt2 = tiktoken.get_encoding(name)
 
     def encode(text):
+        text = text.encode(errors='replace').decode()  # half of a surrogate pair becomes a ?
         if name == 'gpt2':
             tokens = gpt2.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
         else:
@@ -153,7 +158,6 @@ def load_encoder(name):
 
 def tokenize(texts, encode, bar):
     """Yields the tokens (n,) uint16 of documents, of 512 at a time."""
-    texts = iter(texts)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the tokenizers free the GIL
         while batch := list(islice(texts, 512)):
             tokens = np.concatenate(list(pool.map(encode, batch)))
@@ -182,18 +186,16 @@ def write_shard(tokens, path):
 
 def write_shards(groups, encode, meta, args):
     """
-    Writes the shards. The first tokens of all are val, and a train shard has tokens of one group.
-    meta.json has the group that was begun last, and how many train shards and tokens come before
-    it. After a kill, the same command writes all shards of that group again.
+    Writes the shards, val first. meta.json has the group of texts that was begun last, and how many
+    train shards and tokens come before it: after a kill, all shards of that group are made again.
     """
-    n_shards = meta['train_shards']
-    n_tokens = meta['train_tokens']
+    n_shards = meta['shards_before']
+    n_tokens = meta['tokens_before']
     total = args.tokens if args.source == 'fineweb' else None  # of others it may be far too many
-    bar = tqdm(initial=n_tokens, total=total, unit=' tokens', unit_scale=True,
-               disable=None)  # None: no bar in a file
+    bar = tqdm(initial=n_tokens, total=total, unit=' tokens', unit_scale=True, disable=None)
 
     for i in range(meta['group'], len(groups)):
-        meta.update(group=i, train_shards=n_shards, train_tokens=n_tokens)
+        meta.update(group=i, shards_before=n_shards, tokens_before=n_tokens)
         save(meta, f'{args.out}/meta.json')
         batches = tokenize(groups[i], encode, bar)
         rest = np.zeros(0, np.uint16)
@@ -225,10 +227,7 @@ def download_shards(args):
 
 
 def prepare(paths, meta, args):
-    """
-    Makes the shards. Each file of FineWeb is a group, so that a kill costs minutes; other texts are
-    read again from the start.
-    """
+    """Makes the shards."""
     try:  # what needs the network
         if args.source == 'pretokenized':
             download_shards(args)
@@ -240,12 +239,11 @@ def prepare(paths, meta, args):
         check(False, f'loading failed: {error!r}; run this again to go on or, without a network, '
                      'use --source=stdlib --tokenizer=bytes')
 
-    if args.source == 'fineweb':
+    groups = [read_texts(paths)]
+    if args.source == 'local':
+        groups = [local_texts(paths, for_val, meta, args) for for_val in (True, False)]
+    if args.source == 'fineweb':  # a group for each file, so that a kill costs minutes
         groups = [read_texts([path]) for path in meta['paths']]
-    elif args.source == 'local':
-        groups = hold_out(paths, args)
-    else:
-        groups = [read_texts(paths)]
     write_shards(groups, encode, meta, args)
 
 
@@ -253,8 +251,6 @@ def main(argv=None):
     """Makes the shards that the flags ask for, or those of them that are missing."""
     args = parser.parse_args(argv)
     check((args.source == 'local') == bool(args.files), '--source=local and --files go together')
-    check(args.source != 'pretokenized' or args.tokenizer == 'gpt2',
-          '--source=pretokenized has GPT-2 tokens')
     check(args.source == 'stdlib' or args.tokenizer != 'chars',
           '--tokenizer=chars is for --source=stdlib: of other texts it loses many characters')
     folder = 'fineweb' if args.source == 'pretokenized' else args.source
@@ -267,26 +263,28 @@ def main(argv=None):
         args.bytes = sum(map(os.path.getsize, paths))
     if args.source == 'stdlib':
         paths = stdlib_files()
-        n_bytes = sum(map(os.path.getsize, paths))
-        args.val_tokens = min(args.val_tokens, n_bytes // 2)  # a slim Python is small
+        half = sum(map(os.path.getsize, paths)) // 2
+        args.val_tokens = min(args.val_tokens, half)  # a slim Python is small
     settings = {k: v for k, v in vars(args).items() if k not in ('out', 'tokens')}
 
     with lock_folder(args.out):
         meta_path = f'{args.out}/meta.json'
         meta = {**settings, 'vocab_size': VOCAB_SIZES[args.tokenizer], 'tokens': 0, 'done': False,
-                'group': 0, 'train_shards': 0, 'train_tokens': 0}
-        if glob.glob(SHARD.format('train'), root_dir=args.out):
+                'group': 0, 'shards_before': 0, 'tokens_before': 0, 'copies': 0}
+        if glob.glob(SHARD.format('*'), root_dir=args.out):
             meta = read_json(meta_path)
-            was = {k: meta.get(k) for k in settings}
-            check(was == settings, f'{args.out} has shards of {was}; choose another --out')
+            was = {k: meta.get(k) for k in settings if meta.get(k) != settings[k]}
+            check(not was, f'{args.out} has shards of {was}; delete it or choose another --out')
 
         if not meta['done'] or args.tokens > meta['tokens']:
             meta.update(tokens=args.tokens, done=False)
             save(meta, meta_path)
             prepare(paths, meta, args)
+            meta['train_tokens'] = Windows(args.out, 'train', 1).n_tokens
             meta['done'] = True
             save(meta, meta_path)
-    print(f'{args.out} is done')
+    print(f'{args.out} has {meta["train_tokens"]:,} tokens to train on; '
+          f'{meta["copies"]:,} copies of documents were left out')
 
 
 if __name__ == '__main__':

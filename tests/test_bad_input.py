@@ -27,7 +27,6 @@ FLAGS = {train: '''
     --files=x -> --source=local
     --source=local --files={bad}/*.TXT -> *.TXT
     --source=local --files={bad}/a.doc -> a.doc
-    --source=pretokenized --tokenizer=bytes -> --source=pretokenized
     --tokenizer=chars -> --tokenizer=chars
     ''', analyze: '''
     -> --results

@@ -20,7 +20,7 @@ def test_decode(tokenizer):
     assert sample.decode([start], tokenizer) == '<|endoftext|>'
 
 
-def test_runs(trained, capsys):
+def test_runs(trained, tmp_path, capsys):
     """The likeliest token each time, after the last block_size tokens, of those that the tokenizer has."""
     folder = trained('run', '--steps=2', '--block_size=16')
     saved = train.read_checkpoint(f'{folder}/model.pt')
@@ -41,9 +41,12 @@ def test_runs(trained, capsys):
         return capsys.readouterr().out[:-1]
 
     assert text('--top_k=1') == sample.decode(tokens[1:], 'bytes')
-    assert text('--top_k=1', run=f'{folder}/model.pt') == text('--top_k=1')
-    assert text('--seed=1') == text('--seed=1') != text('--seed=2')
+    assert text('--temperature=0', run=f'{folder}/model.pt') == text('--top_k=1')
+    assert text('--top_k=999') == text('--seed=1') != text('--seed=2')
 
-    saved['config']['data'] = '/nowhere'
+    refused(lambda: text(run=str(tmp_path)), f'{tmp_path}/model.pt', f'{folder}/model.pt')
+    saved['config']['data'] = str(tmp_path)
     train.save(saved, f'{folder}/model.pt')
-    refused(text, '/nowhere/meta.json', 'tokenizer')
+    refused(text, f'{tmp_path}/meta.json', 'tokenizer')
+    train.save({'tokenizer': 'of my own'}, f'{tmp_path}/meta.json')
+    refused(text, f'{tmp_path}/meta.json', 'tokenizer')

@@ -1,7 +1,9 @@
 """sweep.sh: the commands of its grids, a small sweep. The runner: what runs, on which GPUs, what fails."""
 import functools
 import io
+import itertools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -9,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,10 +58,11 @@ def test_the_papers_grids():
     same = {'steps': 100_000, 'seed': 1, 'data': 'data/fineweb', 'batch_size': 64, 'block_size': 2048}
     names = ['lr', 'size', 'weight_tying', 'method', 'lam']
     paper, ablation, check = plan(), plan('ablation'), plan('check')
-    assert_grid(paper, names, product(LRS, SIZES, [False, True], PAPER, [None]), same)
-    of_ablation = product(LRS, SIZES, [False], ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100])
+    assert_grid(paper, names, itertools.product(LRS, SIZES, [False, True], PAPER, [None]), same)
+    of_ablation = itertools.product(LRS, SIZES, [False], ['z_loss', 'mu_loss'], [1e-7, None, 0.1, 100])
     assert_grid(ablation, names, of_ablation, same)
-    assert_grid(check, names, product([0.3], ['16M'], [False], ['baseline', 'mu_centering'], [None]), same)
+    of_check = [(0.3, '16M', False, 'baseline', None), (0.3, '16M', False, 'mu_centering', None)]
+    assert_grid(check, names, of_check, same)
     assert {os.path.dirname(run.out) for run in paper + ablation} == {'out/paper'}
 
 
@@ -110,12 +113,13 @@ def test_small_sweep(corpus, tmp_path):
 
 # -------- the runner
 class StandIn:
-    """In place of a run's subprocess.Popen: it ends when it has been polled once to three times."""
+    """In place of a run's subprocess.Popen: it ends when it has been polled some times."""
 
     def __init__(self, runs, words, env, stdout, stderr):
         self.runs, self.out = runs, Path(stdout.name).parent
         self.gpus = [gpu for gpu in env['CUDA_VISIBLE_DEVICES'].split(',') if gpu]
-        self.polls_left = 1 + len(runs.started) % 3
+        self.threads = env['OMP_NUM_THREADS']
+        self.polls_left = next(runs.polls)
         self.calls = []
         runs.started.append(self)
         self.at_work = [run for run in runs.started if run.polls_left]  # as this one starts
@@ -142,6 +146,7 @@ class Runs:
     def __init__(self, corpus, monkeypatch):
         self.flags = f'--size=tiny --block_size=32 --batch_size=12 --data={corpus}'
         self.lines, self.started = [], []
+        self.polls = itertools.cycle([1, 2, 3])  # until a run ends
         self.unlucky = ''  # the names of runs that leave no result
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(subprocess, 'Popen', functools.partial(StandIn, self))
@@ -166,10 +171,11 @@ def runs(corpus, tmp_path, monkeypatch):
     (None, '0 1 2 3', [], 1, 4), (None, '0 1 2 3', [], 2, 2), ('7,2,5,4', '7 2 5 4', [], 3, 1),
     ('GPU-a,GPU-b', 'GPU-a GPU-b', ['--jobs=4'], 1, 4)])
 def test_gpus(runs, monkeypatch, visible, gpus, flags, processes, jobs):
-    """A run has GPUs of its own, unless more jobs are asked for; as many run at a time as there are GPUs."""
+    """A run has GPUs of its own, unless more jobs are asked for. The user's number of threads stays."""
     gpus = gpus.split()
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: len(gpus))
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    monkeypatch.setenv('OMP_NUM_THREADS', '3')
     if visible:
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
     for _ in range(9):
@@ -178,31 +184,32 @@ def test_gpus(runs, monkeypatch, visible, gpus, flags, processes, jobs):
     assert len(runs.started) == 9
     assert max(len(run.at_work) for run in runs.started) == jobs
     for run in runs.started:
-        assert len(run.gpus) == len({*run.gpus}) == processes
+        assert len(run.gpus) == len({*run.gpus}) == processes and run.threads == '3'
         taken = Counter(gpu for other in run.at_work for gpu in other.gpus)
         assert taken.keys() <= {*gpus}
         assert max(taken.values()) <= max(1, jobs * processes / len(gpus))
 
 
-def test_too_few_gpus(runs, monkeypatch):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
-    runs.add('--device=cuda', 'torchrun --nproc_per_node=4')
-    refused(runs.call, '4 GPUs')
-
-
-def test_cores(runs):
-    """On a CPU as many runs at a time as there are cores."""
+def test_cores(runs, monkeypatch):
+    """On a CPU as many runs at a time as there are cores, with a thread each unless the user says more."""
     cores = len(os.sched_getaffinity(0))
     for _ in range(cores + 2):
         runs.add('--device=cpu')
+    monkeypatch.delenv('OMP_NUM_THREADS')
     runs.call()
     assert max(len(run.at_work) for run in runs.started) == cores
+    assert {run.threads for run in runs.started} == {'1'}
 
 
-def test_two_lines_with_one_folder(runs):
-    runs.add('--device=cpu --lr=1')
-    runs.add('--device=cpu --lr=2 --out=out/r0')
-    refused(runs.call, 'same --out')
+def test_time_left(runs, monkeypatch, capsys):
+    """It counts by rounds: four runs of a minute each, two at a time."""
+    for _ in range(4):
+        runs.add('--device=cpu')
+    runs.polls = itertools.repeat(1)
+    seconds = iter([0, 60, 60, 120, 120])
+    monkeypatch.setattr(runner, 'time', SimpleNamespace(monotonic=seconds.__next__, sleep=time.sleep))
+    runs.call('--jobs=2')
+    assert re.findall('about ([0-9]+) min', capsys.readouterr().out) == ['1', '1', '0', '0']
 
 
 def test_failures(runs, capsys):
@@ -213,12 +220,15 @@ def test_failures(runs, capsys):
     with pytest.raises(SystemExit, match=': r1$'):
         runs.call('--jobs=1')
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith('3 of 3 runs to do')
+    assert re.findall('[0-9]+', printed[0]) == ['0', '0', '3']
     assert [line.split('left] ')[1] for line in printed[1:]] == [f'r{i}: log of r{i}' for i in range(3)]
 
     runs.unlucky = ''
+    Path('out/r1/ckpt.pt').touch()
+    runs.add('--device=cpu')
     runs.call()
-    assert [run.out.name for run in runs.started] == ['r1']
+    assert [run.out.name for run in runs.started] == ['r1', 'r3']
+    assert re.findall('[0-9]+', capsys.readouterr().out.splitlines()[0]) == ['2', '1', '1']
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
@@ -233,14 +243,16 @@ def test_signals(runs, number, monkeypatch):
     assert [run.calls for run in runs.started] == 2 * [['terminate', 'wait']]
 
 
-def test_what_is_refused_before_the_first_run(runs):
-    """What train.py itself would refuse: a flag, the folder of another run."""
+def test_what_is_refused_before_the_first_run(runs, monkeypatch):
+    """A list without GPUs for it, two lines with one --out; what train.py would refuse."""
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # on a machine without any
     runs.add()
-    runs.add('--lam=1')
-    refused(runs.call, '--lam')
-    args = train.read_command(shlex.split(f'{runs.flags} --seed=9'))
-    os.makedirs('out/r1')
-    train.save(vars(args), 'out/r1/config.json')
-    runs.lines[1] = runs.lines[1].replace('--lam=1', '')
+    for flags, *named in [('--device=cuda', '1 GPUs'), ('--out=out/r0', '--out'), ('--lam=1', '--lam')]:
+        runs.add(flags)
+        refused(lambda: runs.call('--jobs=2'), *named)
+        runs.lines.pop()
+    args, *_ = train.read_command(shlex.split(f'{runs.flags} --seed=9'))
+    os.makedirs('out/r0')
+    train.save(vars(args), 'out/r0/config.json')
     refused(runs.call, 'seed=9')
     assert not runs.started

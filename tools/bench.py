@@ -6,10 +6,9 @@ Time and memory of the training step with each method, side by side in one proce
 It takes the flags of train.py, but for --method. The methods take turns (A B A B ...), so that a
 machine that becomes slower slows all of them. It prints a line for each method: the median time of
 a step, its ratio to that of the first method and, on a GPU, the memory of a step at its peak,
-beside what is held before it.
+beside what is held before it. A ratio of few turns says little.
 """
-import argparse
-import itertools
+import copy
 import statistics
 import time
 
@@ -22,26 +21,17 @@ torch._dynamo.config.recompile_limit = 64  # many methods in one process
 
 
 def make_step(args):
-    """A function that makes the next optimizer step of train.py, on the same batch each time."""
+    """A function that makes an optimizer step of train.py, on the same batch each time."""
     model, optimizer = train.make_model(args)
     if args.compile:
-        model = torch.compile(model, dynamic=False)
+        model.compile(dynamic=False)
     tokens = torch.randint(args.vocab_size, (args.batch_size, args.block_size + 1)).to(args.device)
     batch = [(part[:, :-1], part[:, 1:]) for part in tokens.split(args.micro_batch_size)]
-    numbers = itertools.count(1)
 
     def step():
-        train.train_step(model, optimizer, batch, next(numbers), args, with_stats=False)
+        train.train_step(model, optimizer, batch, 1, args, with_stats=False)
         torch.get_device_module(args.device).synchronize()
     return step
-
-
-def peak_memory(step):
-    """The bytes that a step on the GPU takes at its peak, beside what is held before it."""
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - held
 
 
 def main(argv=None):
@@ -53,7 +43,8 @@ def main(argv=None):
 
     steps = {}
     for method in args.methods.split(','):
-        own = train.resolve_args(argparse.Namespace(**{**vars(args), 'method': method}))
+        args.method = method
+        own = train.resolve_args(copy.copy(args))
         train.set_up_machine(own)
         steps[method] = make_step(own)
         steps[method]()  # compiles
@@ -66,14 +57,19 @@ def main(argv=None):
             step()
             times[method].append(time.perf_counter() - start)
 
-    print(f'{own.size}, {own.batch_size * own.block_size} tokens, {own.dtype} on {own.device}')
     medians = {method: statistics.median(times[method]) for method in steps}
     first = list(medians)[0]
+    n_tokens = own.batch_size * own.block_size
+    print(f'{own.size}, {n_tokens} tokens, {own.dtype} on {own.device}, {len(times[first])} turns')
     for method, step in steps.items():
         ratio = medians[method] / medians[first]
         line = f'{method:15}{1e3 * medians[method]:10.2f} ms{ratio:8.3f}'
         if own.device == 'cuda':
-            line += f'{peak_memory(step) / 2**20:10,.0f} MiB'
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            step()
+            peak = torch.cuda.max_memory_allocated() - held
+            line += f'{peak / 2**20:10,.0f} MiB'
         print(line)
 
 

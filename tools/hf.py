@@ -32,8 +32,7 @@ parser = argparse.ArgumentParser('python -m tools.hf', description=__doc__, allo
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
 add = parser.add_argument
 add('models', nargs='+', metavar='MODEL', help='a folder, or a NAME on the hub')
-add('--text', type=os.path.expanduser, help='like --files of prepare_fineweb.py (default: the '
-    'standard library)')
+add('--text', type=os.path.expanduser, help='files, a quoted glob (the standard library)')
 add('--positions', type=integer, default=16384, help='about how many to measure (16384)')
 
 
@@ -58,11 +57,15 @@ def read_windows(tokenizer, pattern, n):
 @torch.no_grad()
 def measure(name, args):
     """Loads and measures a model -> a dict of numbers."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype='auto')
+    except (OSError, ValueError) as error:
+        check(False, f'{name}: {error!r}')
     check(tokenizer('a')['input_ids'] != tokenizer('b')['input_ids'],
           f'{name} has no files of a tokenizer')  # transformers makes an empty one then
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    model = AutoModelForCausalLM.from_pretrained(name, dtype='auto').eval().to(device)
+    model.eval().to(device)
     head = model.get_output_embeddings()
     E = head.weight.float()
     mu = E.mean(dim=0)
@@ -99,8 +102,7 @@ def measure(name, args):
     means = torch.cat(parts, dim=1).double().mean(dim=1)
     norms = E.norm(dim=1)
     r_emb = ((E - mu).norm(dim=1) / norms)[norms > 0]  # some models have rows of zeros
-    names = ['mu_norm', 'r_emb', 'logit_mean', 'logit_mean_left', 'loss', 'bf16_cost',
-             'bf16_cost_centered']
+    names = 'mu_norm r_emb logit_mean logit_mean_left loss bf16_cost bf16_cost_centered'.split()
     return dict(zip(names, [mu.norm(), r_emb.mean(), *means], strict=True))
 
 

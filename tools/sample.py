@@ -5,6 +5,7 @@ Prints a text that a model writes. RUN is a run's folder, whose model.pt it read
     python -m tools.sample out/mine/ckpt.pt --n=500 --temperature=0.8 --top_k=50
 """
 import argparse
+import glob
 import os
 
 import tiktoken
@@ -20,7 +21,7 @@ add = parser.add_argument
 add('run', metavar='RUN', type=os.path.expanduser)
 add('--prompt', default='', help='what the text begins with')
 add('--n', type=integer, default=200, help='how many tokens to write (200)')
-add('--temperature', type=float, default=1.0, help='of the softmax (1.0)')
+add('--temperature', type=float, default=1.0, help='0 for the likeliest token (1.0)')
 add('--top_k', type=integer, help='sample from the k likeliest tokens (all)')
 add('--seed', type=integer, default=1, help='another one for another text (1)')
 
@@ -37,7 +38,10 @@ def decode(tokens, tokenizer):
 @torch.no_grad()
 def main(argv=None):
     args = parser.parse_args(argv)
-    saved = read_checkpoint(f'{args.run}/model.pt' if os.path.isdir(args.run) else args.run)
+    path = f'{args.run}/model.pt' if os.path.isdir(args.run) else args.run
+    models = glob.glob(f'{args.run}/*/model.pt')  # of the runs, if it is a sweep's folder
+    check(os.path.exists(path), f'there is no {path}; the runs are: {models}')
+    saved = read_checkpoint(path)
     gpt = GPT(gpt_config(saved['config']))
     gpt.load_state_dict(saved['model'])
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -46,17 +50,19 @@ def main(argv=None):
     # the text begins with end-of-text, as every document does
     path = f'{saved["config"]["data"]}/meta.json'
     tokenizer = read_json(path).get('tokenizer')
-    check(tokenizer, f'{path} does not name the tokenizer')
+    check(tokenizer in VOCAB_SIZES, f'{path} names no tokenizer of prepare_fineweb.py')
     vocab_size = VOCAB_SIZES[tokenizer]
     tokens = load_encoder(tokenizer)(args.prompt).tolist()
     torch.manual_seed(args.seed)
     for _ in range(args.n):
-        context = torch.tensor(tokens[-gpt.config.block_size:], device=device)
-        h = gpt.hidden(context[None])[0, -1]
+        context = torch.tensor([tokens[-gpt.config.block_size:]], device=device)
+        h = gpt.hidden(context)[0, -1]
         logits = gpt.head(h)[:vocab_size]  # the other rows are padding
-        top = logits.topk(args.top_k or vocab_size)
-        choice = (top.values / args.temperature).softmax(dim=0).multinomial(1)
-        tokens.append(top.indices[choice].item())
+        values, ids = logits.sort(descending=True)
+        choice = 0
+        if args.temperature > 0:
+            choice = (values[:args.top_k] / args.temperature).softmax(dim=0).multinomial(1)
+        tokens.append(ids[choice].item())
     print(decode(tokens[1:], tokenizer))
 
 
