@@ -14,7 +14,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import AsinhLocator, LogLocator
 
 from train import save  # writes atomically
 
@@ -28,8 +28,9 @@ NAMES = {  # a method that is not here is called what METHODS calls it
 
 
 # -------- tables
-OF_RUN = '''variant size weight_tying lr seed test_loss mu_norm logit_mean bf16_cost logit_std
-    logit_absmax cos_mu_h r_emb r_cos r_log'''.split()  # the columns of the table of runs
+OF_RUN = ['variant', 'size', 'tying', 'lr', 'seed']
+DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm']
+STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log', 'model_step']
 PAPER_OVERHEAD = pd.read_csv(Path(__file__).with_name('paper_overhead.csv'))
 
 
@@ -49,26 +50,41 @@ def as_cell(value):
     return value if isinstance(value, str) else f'{value:.5g}'.replace('nan', '')
 
 
-def run_table(runs):
-    """A line for each run, with those columns that are known of any."""
-    known = runs[OF_RUN].dropna(axis='columns', how='all')
-    return table('All runs', known.map(as_cell), '''A line for each run; results.csv has more.
-        mu_norm is the norm of the mean embedding μ, bf16_cost the test loss with BF16 logits minus
-        that with fp32 logits of the same weights. Means over positions: the logits' mean, standard
-        deviation and largest size, cos(μ, h), and what centering leaves of the largest |cosine|
-        with h (r_cos) and |logit| (r_log); over tokens: what it leaves of an embedding's norm
-        (r_emb). Where μ is nearly 0, as with μ-centering, cos(μ, h) is noise, and so is on which
-        side of 1 these ratios lie.''')
+def run_table(title, runs, columns, caption):
+    """A line for each run, with those of the columns that are known of any."""
+    named = runs.assign(tying=runs.weight_tying.map(TYING))
+    known = named[[*OF_RUN, *columns]].dropna(axis='columns', how='all')
+    return table(title, known.map(as_cell), caption)
+
+
+def deciding_table(runs):
+    """What decides: the test loss, and what may explain it."""
+    return run_table('Runs', runs, DECIDING, '''test_loss: in nats per token, on held-out text.
+        logit_mean: the mean logit, over all tokens and positions. bf16_cost: what BF16 logits
+        cost, the test loss with them minus that with fp32 logits of the same weights. mu_norm: the
+        norm of the mean embedding, ‖μ‖. (results.csv has all columns)''')
+
+
+def statistics_tables(runs):
+    """The other statistics of Section 3, of the runs that were measured, if there are any."""
+    measured = runs[runs.mu_norm.notna()]
+    if len(measured):
+        yield run_table('Statistics', measured, STATISTICS, '''Means over positions: the standard
+            deviation of the logits (logit_std), the largest |logit| (logit_absmax), cos(μ, h), and
+            what centering leaves of the largest |cos(e_i, h)| (r_cos) and |logit| (r_log), as a
+            ratio. r_emb: what it leaves of ‖e_i‖, a mean over tokens. model_step: the step of the
+            model that is measured, the last finite one. Where μ is nearly 0, as with μ-centering,
+            cos(μ, h) is noise, and so is on which side of 1 the ratios lie.''')
 
 
 def authors_tables(runs):
     """A line for each of the rows of analyze.beside_the_authors, if there are any."""
-    columns = OF_RUN[:5]
+    columns = []
     for name in BESIDE_THEIRS:
         columns += [name, f'{name}_of_theirs']
     if len(runs):
-        yield table("Beside the authors' runs", runs[columns].map(as_cell), '''The runs that the
-            paper's authors have with the same settings, one seed each, beside theirs.''')
+        yield run_table("Beside the authors' runs", runs, columns, '''The runs that the paper's
+            authors have with the same settings, one seed each, beside theirs.''')
 
 
 def lines_of(rows, columns):
@@ -88,14 +104,11 @@ def mean_and_range(values, text):
 
 def cells(line, column, text):
     """Rows of a line -> {variant: its mean_and_range}, with * if no other mean is lower."""
-    found = {}
-    for variant, values in line.groupby('variant', sort=False)[column]:
-        found[variant] = mean_and_range(values, text)
-    means = pd.Series(found).str.split().str[0].astype(float)  # as printed
-    for variant in means.index[means == means.min()]:
-        if len(means) > 1:
-            found[variant] = f'*{found[variant]}*'
-    return found
+    found = line.groupby('variant', sort=False)[column].apply(mean_and_range, text)
+    means = found.str.split().str[0].astype(float)  # as printed
+    if len(means) > 1:
+        found = found.mask(means == means.min(), '*' + found + '*')
+    return found.to_dict()
 
 
 def loss_table(title, runs):
@@ -105,8 +118,8 @@ def loss_table(title, runs):
     for (size, lr, seeds), group in lines_of(runs, ['size', 'lr']):
         where = {'size': size, 'η': f'{lr:g}', 'seeds': seeds}
         lines.append({**where, **blank, **cells(group, 'test_loss', '{:.4f}')})
-    return table(title, lines, '''In nats: means over the seeds [lowest, highest], and *the lowest
-        mean* of a line. A line has the variants with the same seeds.''')
+    return table(title, lines, '''In nats per token: means over the seeds [lowest, highest]. Bold:
+        the lowest mean of a line. A line has the variants with the same seeds.''')
 
 
 def lrs_table(title, lrs):
@@ -124,18 +137,20 @@ def lrs_table(title, lrs):
         if len(of_paper):
             lines.append({**where, 'LRS': "the paper's", **blank, **of_paper.to_dict()})
         lines.append({**where, 'LRS': 'mean (Eq. 21)', **blank, **cells(group, 'lrs', '{:.3f}')})
-    return table(title, lines, '''In nats: means over the seeds [lowest, highest], and *the lowest
-        mean* of a line. A line has the variants with the same learning rates and seeds. Between
-        _ _ are methods of which no run diverged, that is, has a test loss over 1% above the lowest
-        with its learning rate and seed. (Tables 2, 4 and 5)''')
+    return table(title, lines, '''In nats per token: how far the test losses of a variant lie above
+        its lowest, over the learning rates η; means over the seeds [lowest, highest]. Bold: the
+        lowest mean of a line. Underlined: no run diverged, that is, has a test loss over 1% above
+        the lowest with its learning rate and seed. A line has the variants with the same learning
+        rates and seeds. (Tables 2, 4 and 5)''')
 
 
 def overhead_tables(runs):
     """Table 6 of each tying, of the rows of analyze.overhead."""
+    machine = ['size', 'device', 'processes']
     for tying, of_tying in runs.groupby('weight_tying'):
         lines = []
-        for key, group in of_tying.groupby(['size', 'device', 'processes'], sort=False):
-            line = dict(zip(('size', 'device', 'processes'), key, strict=True))
+        for key, group in of_tying.groupby(machine, sort=False, dropna=False):
+            line = dict(zip(machine, map(as_cell, key), strict=True))
             for variant, added in group.groupby('variant', sort=False).added:
                 line[variant] = mean_and_range(added, '{:.1%}')
             lines.append(line)
@@ -151,11 +166,14 @@ def overhead_tables(runs):
 
 
 # -------- looks
-COLORS = {  # the paper's; other variants get the next of OTHERS
-    'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5',
-    'soft_capping': '#9E9E9E', 'mu_loss': '#FF9500', 'mu_centering': '#00B945'}
 HUES = plt.get_cmap('tab20b').colors  # five, in four shades each
-OTHERS = ['black', *HUES[::4], *HUES[2::4]]
+COLORS = {  # the paper's, then others; variants that are not here get the next of OTHERS
+    'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5',
+    'soft_capping': '#9E9E9E', 'mu_loss': '#FF9500', 'mu_centering': '#00B945',
+    'baseline, fp32 logits': 'black', 'adamw_decay': HUES[17], 'max_z_loss': HUES[1],
+    'norm_softmax': HUES[5], 'coupled_adam': HUES[9], 'cosine_reg': HUES[13],
+    'centered_head': '#17BECF'}
+OTHERS = [*HUES[::4], *HUES[2::4]]
 STYLES = {  # marker and line of a size: the paper's; others have ('o', '-')
     '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
     '221M': ('X', '-')}
@@ -180,7 +198,7 @@ def with_looks(runs):
     others = itertools.cycle(OTHERS)
     colors = {}
     for variant, method in sorted(variants, key=lambda pair: len(pair[0])):
-        color = COLORS.get(method)
+        color = COLORS.get(variant, COLORS.get(method))
         if color is None or color in colors.values():
             color = next(others)
         colors[variant] = color
@@ -262,7 +280,8 @@ FAR_VALUES = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
 
 def allow_far_values(ax):
     """Makes the y axis linear up to some 10 in size, and logarithmic beyond."""
-    ax.set_yscale('asinh', linear_width=10, base=0)
+    ax.set_yscale('asinh', linear_width=10)
+    ax.yaxis.set_major_locator(AsinhLocator(10, numticks=6, base=0))  # with room for the labels
     ax.yaxis.set_major_formatter('{x:g}')
 
 
@@ -318,14 +337,14 @@ def four_panels(runs, columns):
 def compare(runs, lrs, title, name):
     """The tables and figures of test losses and of LRS."""
     yield loss_table(f'Test loss, {title}', runs)
-    if runs.lr.nunique() > 1:
+    if runs.lr.nunique() > 2:
         yield figure_item(f'Test loss against learning rate, {title}', f'''Means over a variant's
             seeds, with bars from lowest to highest; below, if there are over three learning rates,
             each size at the two largest. {FILLED} (Figures 2, 8 and 9)''',
             f'loss_{name}', loss_figure(runs))
     if len(lrs):
         yield lrs_table(f'Learning rate sensitivity (LRS), {title}', lrs)
-    if lrs['size'].nunique() > 1:
+    if lrs['size'].nunique() > 2:
         yield figure_item(f'LRS against size, {title}', '''A panel for each set of learning rates.
             Filled: a run diverged. Grey: no other run has one of its learning rates and seeds.
             (Figures 3, 8 and 10)''', f'lrs_{name}', lrs_figure(lrs))
@@ -335,12 +354,12 @@ def items_of_tying(word, methods, lrs, lams, lrs_lam):
     """Figures 2 to 5 and Table 2, or 9 and 10 and Table 5; of several λ Table 4 and Figure 8."""
     yield from compare(methods, lrs, word, word)
     finite = methods[methods.test_loss < math.inf]
-    if finite.lr.nunique() > 1 and finite.mu_norm.notna().any():
+    if finite.lr.nunique() > 2 and finite.mu_norm.notna().any():
         yield figure_item(f'Mean embedding and logits, {word}', f'''Means over positions and seeds,
             of runs with a finite test loss. {FILLED} (Figure 4)''',
             f'statistics_{word}', four_panels(finite, FAR_VALUES))
     baseline = finite[finite.method == 'baseline']
-    if baseline.lr.nunique() > 1 and baseline.r_cos.notna().any():
+    if baseline.lr.nunique() > 2 and baseline.r_cos.notna().any():
         ratios = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
         yield figure_item(f'What centering would change in the baseline, {word}', f'''Below 1, the
             dotted line, centering would lower the norm of an embedding (r_emb), the largest
@@ -395,7 +414,7 @@ def distribution_figures(runs, distributions):
     baseline = runs[(runs.method == 'baseline') & (runs.test_loss < math.inf)]
     rows = baseline.merge(distributions, on='run')
     for (tying, variant), part in rows.groupby(['weight_tying', 'variant'], sort=False):
-        if part.lr.nunique() > 1:
+        if part.lr.nunique() > 2:
             where = f'{variant}, {TYING[tying]}'
             for pair in (['r_emb', 'cos_mu_h'], ['r_cos', 'r_log']):
                 yield figure_item(f'Distributions of {" and ".join(pair)}, {where}', '''Grey:
@@ -411,33 +430,40 @@ def curve_figures(runs, curves):
         return
     columns = ['loss', 'logit_mean', 'mu_norm']
     curves = curves.reindex(columns=['run', 'step', 'val_loss', *columns])  # a log may be short
+    initial = curves.groupby('run').val_loss.first()
     curves = curves[curves.step > 0]
     for (tying, size, lr), part in runs.groupby(['weight_tying', 'size', 'lr'], sort=False):
         figure, axes = plt.subplots(1, 3, figsize=(10, 3.6))
-        for ax in axes:  # or a spike of the loss would flatten all else
-            allow_far_values(ax)
+        for ax, column in zip(axes, columns, strict=True):
+            ax.set(title=LABELS[column], xlabel='step')
+        allow_far_values(axes[1])
+        allow_far_values(axes[2])
         for run in part.itertuples():
             curve = curves[curves.run == run.run]
             logged = curve[curve.loss.notna()]
+            evaluated = curve[curve.val_loss.notna()]
             for ax, column in zip(axes, columns, strict=True):
-                light = 0.5 if column == 'loss' else 1  # it is noisy
+                light = 0.4 if column == 'loss' else 1  # it is noisy
                 ax.plot(logged.step, logged[column], color=run.color, alpha=light)
-                ax.set(title=LABELS[column], xlabel='step')
-            axes[0].plot(curve.step, curve.val_loss, 'o', color=run.color, markersize=3)
+            axes[0].plot(evaluated.step, evaluated.val_loss, 'o-', color=run.color, markersize=3)
+        axes[0].set_ylim(top=1.05 * initial[part.run].max())  # spikes leave the panel
         legend(figure, part)
         yield figure_item(f'Training curves, {size}, {TYING[tying]}, η = {lr:g}', '''A line for
-            each run, as logged. Points are val losses.''',
+            each run, as logged; of the losses pale, with points for those on held-out text. What
+            is above the initial loss is cut off.''',
             f'training_{size}_{TYING[tying]}_lr{lr:g}', figure)
 
 
 # -------- the page
-HEAD = '''<!doctype html><meta charset="utf-8"><style>
+HEAD = '''<!doctype html><meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<style>
   body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222;
          font: 16px/1.5 system-ui, sans-serif; }
   h2 { margin: 3rem 0 .7rem; font-size: 1.2rem; }
   p { max-width: 50rem; color: #555; }
-  img { max-width: 100%; }
-  div { overflow: auto; max-height: 36rem; }  /* a table scrolls in itself */
+  div { overflow: auto; max-height: 36rem; }  /* a table or figure scrolls in itself */
+  img { width: 100%; min-width: 40rem; max-width: 60rem; }
   table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
   th { position: sticky; top: 0; background: white; box-shadow: 0 1px #222; }
   th, td { padding: .2rem .7rem; text-align: right; white-space: nowrap; }
@@ -446,25 +472,45 @@ HEAD = '''<!doctype html><meta charset="utf-8"><style>
 </style>'''
 
 
+def table_in_html(rows):
+    """A table whose cells are text: *3.12* is in bold, and _3.12_ underlined."""
+    page = ['<table><tr>']
+    for name in rows:
+        page.append(f'<th>{html.escape(name)}</th>')
+    for line in rows.values:
+        page.append('<tr>')
+        for cell in line:
+            text = html.escape(cell.strip('*_'))
+            if cell.strip('_').startswith('*'):
+                text = f'<b>{text}</b>'
+            if cell.startswith('_'):
+                text = f'<u>{text}</u>'
+            page.append(f'<td>{text}</td>')
+    page.append('</table>')
+    return ''.join(page)
+
+
 def write(out, runs, items, problems):
     """Writes figures and report.html, which needs no other file, and prints the tables."""
     (out / 'figures').mkdir(parents=True, exist_ok=True)
     about = f'{len(runs)} training runs of small GPTs, compared by analyze.py on {date.today()}.'
     for name in ('commit', 'data', 'device', 'torch'):
-        if name in runs:
-            about += f' {name.capitalize()}: {", ".join(runs[name].dropna().astype(str).unique())}.'
+        known = {str(value): 1 for value in runs.get(name, []) if value and value == value}
+        if known:
+            about += f' {name.capitalize()}: {", ".join(known)}.'
     page = [HEAD, f'<h1>{html.escape(out.resolve().name)}</h1><p>{html.escape(about)}</p>']
     for item in items:
         page.append(f'<h2>{html.escape(item["title"])}</h2>')
         if 'png' in item:
             save(item['png'], f'{out}/figures/{item["name"]}.png')
             image = base64.b64encode(item['png']).decode()
-            page.append(f'<img src="data:image/png;base64,{image}">')
+            page.append(f'<div><img src="data:image/png;base64,{image}"></div>')
         else:
-            page.append('<div>' + item['rows'].to_html(index=False, border=0) + '</div>')
+            page.append(f'<div>{table_in_html(item["rows"])}</div>')
             print(f'\n{item["title"]}\n{item["rows"].to_string(index=False)}')
         page.append(f'<p>{html.escape(item["caption"])}</p>')
 
+    problems = [*dict.fromkeys(problems)]  # each once
     if problems:
         page.append('<h2>What could not be read</h2>')
         print('\nWhat could not be read')
