@@ -321,11 +321,10 @@ OPTIONAL = '''run ended given n_params init_loss model_step mu_norm logit_mean l
 OWN_COLUMNS = ['method', 'lam', 'size', 'weight_tying', 'lr', 'seed']
 DEFAULT_LAM = {method: defaults.get('lam') for method, defaults in METHODS.items()}
 
-# Runs that differ in one of TASK learn another task, or another amount of it. PAPER is what the
-# paper's runs have there; their numbers of tokens are not known.
+# Runs that differ in one of TASK learn another task, or another amount of it
 DATA = ['train_tokens', 'val_tokens']
 TASK = [*DATA, 'steps', 'batch_size', 'block_size', 'vocab_size', 'test_tokens']
-PAPER = {name: train.parser.get_default(name) for name in TASK}
+PAPER = {name: train.parser.get_default(name) for name in train.SETTINGS}
 PAPER |= {'vocab_size': 50304, 'dtype': 'bfloat16', 'logits_dtype': 'bfloat16'}
 
 
@@ -366,18 +365,18 @@ def complete(runs):
 def name_runs(runs):
     """
     Adds to `size` the settings of TASK that are not the paper's, as in "tiny, steps 1000", and a
-    column `variant`: the method, λ if it is not the default, a dtype that is not BF16, and the
-    other flags that were given, as in "μ-loss λ=0.1, beta2 0.9". What all runs share is left out.
-    `as_the_paper`: all that is known of a run's settings is the paper's.
+    column `variant`: the method, λ if it is not the default, and the other settings that are not
+    the paper's, as in "μ-loss λ=0.1, beta2 0.9". What all runs share is left out. `as_the_paper`:
+    all that is known of a run is the paper's.
     """
     lams = runs.lam.map(' λ={:g}'.format).mask(runs.is_default_lam, '')
     runs = runs.assign(variant=runs.method.replace(NAMES) + lams, as_the_paper=True)
     for name in train.SETTINGS:
         if name in OWN_COLUMNS:
             continue
-        if name in PAPER:
+        if name in TASK or PAPER[name] is not None:
             is_shown = runs[name] != PAPER[name]
-        else:
+        else:  # its default follows from other settings: by whether it was given
             is_shown = runs.given.str.contains(rf'\b{name}\b')
         is_shown &= runs[name].notna()
         texts = f', {name} ' + runs[name].convert_dtypes().astype(str)

@@ -60,9 +60,9 @@ def run_table(title, runs, columns, caption):
 def deciding_table(runs):
     """What decides: the test loss, and what may explain it."""
     return run_table('Runs', runs, DECIDING, '''test_loss: in nats per token, on held-out text.
-        logit_mean: the mean logit, over all tokens and positions. bf16_cost: what BF16 logits
-        cost, the test loss with them minus that with fp32 logits of the same weights. mu_norm: the
-        norm of the mean embedding, ‖μ‖. (results.csv has all columns)''')
+        logit_mean: the mean logit, over all tokens and positions. bf16_cost: the test loss with
+        BF16 logits minus that with fp32 logits, of the same weights, whichever they were trained
+        with. mu_norm: ‖μ‖, the norm of the mean embedding. results.csv has more columns.''')
 
 
 def statistics_tables(runs):
@@ -430,7 +430,9 @@ def curve_figures(runs, curves):
         return
     columns = ['loss', 'logit_mean', 'mu_norm']
     curves = curves.reindex(columns=['run', 'step', 'val_loss', *columns])  # a log may be short
-    initial = curves.groupby('run').val_loss.first()
+    initial = curves.groupby('run').val_loss.transform('first')
+    for column in ('loss', 'val_loss'):  # or a spike would flatten all else
+        curves[column] = curves[column].clip(upper=initial)
     curves = curves[curves.step > 0]
     for (tying, size, lr), part in runs.groupby(['weight_tying', 'size', 'lr'], sort=False):
         figure, axes = plt.subplots(1, 3, figsize=(10, 3.6))
@@ -446,11 +448,10 @@ def curve_figures(runs, curves):
                 light = 0.4 if column == 'loss' else 1  # it is noisy
                 ax.plot(logged.step, logged[column], color=run.color, alpha=light)
             axes[0].plot(evaluated.step, evaluated.val_loss, 'o-', color=run.color, markersize=3)
-        axes[0].set_ylim(top=1.05 * initial[part.run].max())  # spikes leave the panel
         legend(figure, part)
         yield figure_item(f'Training curves, {size}, {TYING[tying]}, η = {lr:g}', '''A line for
-            each run, as logged; of the losses pale, with points for those on held-out text. What
-            is above the initial loss is cut off.''',
+            each run, as logged; points are losses on held-out text. A loss above the initial one
+            is drawn at the initial one.''',
             f'training_{size}_{TYING[tying]}_lr{lr:g}', figure)
 
 
@@ -466,7 +467,7 @@ HEAD = '''<!doctype html><meta charset="utf-8">
   img { width: 100%; min-width: 40rem; max-width: 60rem; }
   table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
   th { position: sticky; top: 0; background: white; box-shadow: 0 1px #222; }
-  th, td { padding: .2rem .7rem; text-align: right; white-space: nowrap; }
+  th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; }
   td { border-bottom: 1px solid #eee; }
   th:first-child, td:first-child { text-align: left; padding-left: 0; }
 </style>'''
