@@ -29,8 +29,8 @@ NAMES = {  # a method that is not here is called what METHODS calls it
 
 # -------- tables
 OF_RUN = ['variant', 'size', 'tying', 'lr', 'seed']
-DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm']
-STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log', 'model_step']
+DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm', 'model_step']
+STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log']
 PAPER_OVERHEAD = pd.read_csv(Path(__file__).with_name('paper_overhead.csv'))
 
 
@@ -58,11 +58,12 @@ def run_table(title, runs, columns, caption):
 
 
 def deciding_table(runs):
-    """What decides: the test loss, and what may explain it."""
-    return run_table('Runs', runs, DECIDING, '''test_loss: in nats per token, on held-out text.
+    """What decides, the test loss, and what may explain it."""
+    return run_table('Runs', runs, DECIDING, '''test_loss: nats per token of held-out text.
         logit_mean: the mean logit, over all tokens and positions. bf16_cost: the test loss with
         BF16 logits minus that with fp32 logits, of the same weights, whichever they were trained
-        with. mu_norm: ‖μ‖, the norm of the mean embedding. results.csv has more columns.''')
+        with. mu_norm: ‖μ‖, the norm of the mean embedding. model_step: the step of these weights,
+        the last one that was finite. results.csv has more columns.''')
 
 
 def statistics_tables(runs):
@@ -72,9 +73,8 @@ def statistics_tables(runs):
         yield run_table('Statistics', measured, STATISTICS, '''Means over positions: the standard
             deviation of the logits (logit_std), the largest |logit| (logit_absmax), cos(μ, h), and
             what centering leaves of the largest |cos(e_i, h)| (r_cos) and |logit| (r_log), as a
-            ratio. r_emb: what it leaves of ‖e_i‖, a mean over tokens. model_step: the step of the
-            model that is measured, the last finite one. Where μ is nearly 0, as with μ-centering,
-            cos(μ, h) is noise, and so is on which side of 1 the ratios lie.''')
+            ratio. r_emb: what it leaves of ‖e_i‖, a mean over tokens. Where μ is nearly 0, as with
+            μ-centering, cos(μ, h) is noise, and so is on which side of 1 the ratios lie.''')
 
 
 def authors_tables(runs):
