@@ -189,7 +189,7 @@ def measure_run(run, problems):
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                if is_newer(checkpoint, numbers):
+                if modified(checkpoint) > modified(numbers):
                     save(measure_checkpoint(checkpoint, run), str(numbers))
         except SystemExit:  # by train.check: no data, a damaged file
             problems.append(said.getvalue().split('error: ', 1)[-1].strip())
@@ -200,11 +200,9 @@ def measure_run(run, problems):
     return measured
 
 
-def is_newer(path, other):
-    """Whether there is a file `path`, but no `other` that is as new."""
-    if not path.exists() or not other.exists():
-        return path.exists()
-    return path.stat().st_mtime > other.stat().st_mtime
+def modified(path):
+    """When a file was written, 0 if there is none."""
+    return path.stat().st_mtime if path.exists() else 0
 
 
 def measure_checkpoint(path, run):
@@ -317,7 +315,7 @@ def largest_products(h, E):
 # -------- what a run is called
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # the columns that a csv needs
 OPTIONAL = '''run ended given n_params init_loss model_step mu_norm logit_mean logit_std logit_absmax
-    cos_mu_h r_emb r_cos r_log bf16_cost train_seconds device processes'''.split()
+    cos_mu_h r_emb r_cos r_log bf16_cost train_seconds device processes commit data torch'''.split()
 OWN_COLUMNS = ['method', 'lam', 'size', 'weight_tying', 'lr', 'seed']
 DEFAULT_LAM = {method: defaults.get('lam') for method, defaults in METHODS.items()}
 

@@ -293,15 +293,17 @@ def loss_figure(runs):
     """Figures 2 and 9: test losses, and below of each size at the two largest of many rates."""
     rates = sorted(runs.lr.unique())
     largest = runs[runs.lr >= rates[-2]]
-    sizes = largest['size'].unique() if len(rates) > 3 else []
-    heights = [1.6, 1] if len(sizes) else [1]
-    figure = plt.figure(figsize=(9, 6.2 if len(sizes) else 4))
-    grid = figure.add_gridspec(len(heights), max(1, len(sizes)), height_ratios=heights)
-    against_lr(figure.add_subplot(grid[0, :]), runs, 'capped_loss')
-    for i, size in enumerate(sizes):
-        ax = figure.add_subplot(grid[1, i])
-        against_lr(ax, largest[largest['size'] == size], 'capped_loss')
-        ax.set(title=size, ylabel='', xlim=(rates[-2] / 1.6, rates[-1] * 1.6))
+    sizes = [*largest['size'].unique()]
+    panels = 2 * [['all'] * len(sizes)]  # two rows high
+    if len(rates) > 3:
+        panels.append(sizes)
+    figure, axes = plt.subplot_mosaic(panels, figsize=(9, 2 * len(panels)))
+    for name, ax in axes.items():
+        if name == 'all':
+            against_lr(ax, runs, 'capped_loss')
+        else:
+            against_lr(ax, largest[largest['size'] == name], 'capped_loss')
+            ax.set(title=name, ylabel='', xlim=(rates[-2] / 1.6, rates[-1] * 1.6))
     legend(figure, runs)
     return figure
 
@@ -327,7 +329,7 @@ def lrs_figure(lrs):
 
 def four_panels(runs, columns):
     """Figures 4 and 5: a panel for each of four columns."""
-    figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.6))
+    figure, axes = plt.subplots(2, 2, figsize=(9, 7))
     for ax, column in zip(axes.flat, columns, strict=True):
         against_lr(ax, runs, column)
     legend(figure, runs)
@@ -463,7 +465,8 @@ HEAD = '''<!doctype html><meta charset="utf-8">
          font: 16px/1.5 system-ui, sans-serif; }
   h2 { margin: 3rem 0 .7rem; font-size: 1.2rem; }
   p { max-width: 50rem; color: #555; }
-  div { overflow: auto; max-height: 36rem; }  /* a table or figure scrolls in itself */
+  div { overflow: auto; }  /* what is wide scrolls in itself */
+  div.table { max-height: 36rem; }
   img { width: 100%; min-width: 40rem; max-width: 60rem; }
   table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
   th { position: sticky; top: 0; background: white; box-shadow: 0 1px #222; }
@@ -473,22 +476,14 @@ HEAD = '''<!doctype html><meta charset="utf-8">
 </style>'''
 
 
-def table_in_html(rows):
-    """A table whose cells are text: *3.12* is in bold, and _3.12_ underlined."""
-    page = ['<table><tr>']
-    for name in rows:
-        page.append(f'<th>{html.escape(name)}</th>')
-    for line in rows.values:
-        page.append('<tr>')
-        for cell in line:
-            text = html.escape(cell.strip('*_'))
-            if cell.strip('_').startswith('*'):
-                text = f'<b>{text}</b>'
-            if cell.startswith('_'):
-                text = f'<u>{text}</u>'
-            page.append(f'<td>{text}</td>')
-    page.append('</table>')
-    return ''.join(page)
+def in_html(cell):
+    """A cell of text: *3.12* is in bold, and _3.12_ underlined."""
+    text = html.escape(cell.strip('*_'))
+    if cell.strip('_').startswith('*'):
+        text = f'<b>{text}</b>'
+    if cell.startswith('_'):
+        text = f'<u>{text}</u>'
+    return text
 
 
 def write(out, runs, items, problems):
@@ -496,7 +491,7 @@ def write(out, runs, items, problems):
     (out / 'figures').mkdir(parents=True, exist_ok=True)
     about = f'{len(runs)} training runs of small GPTs, compared by analyze.py on {date.today()}.'
     for name in ('commit', 'data', 'device', 'torch'):
-        known = {str(value): 1 for value in runs.get(name, []) if value and value == value}
+        known = [str(value) for value in runs[name].dropna().unique() if value]
         if known:
             about += f' {name.capitalize()}: {", ".join(known)}.'
     page = [HEAD, f'<h1>{html.escape(out.resolve().name)}</h1><p>{html.escape(about)}</p>']
@@ -507,7 +502,8 @@ def write(out, runs, items, problems):
             image = base64.b64encode(item['png']).decode()
             page.append(f'<div><img src="data:image/png;base64,{image}"></div>')
         else:
-            page.append(f'<div>{table_in_html(item["rows"])}</div>')
+            rows = item['rows'].rename(columns=html.escape).map(in_html)
+            page.append(f'<div class="table">{rows.to_html(index=False, border=0, escape=False)}</div>')
             print(f'\n{item["title"]}\n{item["rows"].to_string(index=False)}')
         page.append(f'<p>{html.escape(item["caption"])}</p>')
 
