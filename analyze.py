@@ -32,7 +32,7 @@ import torch.nn.functional as F
 import train
 from model import GPT, METHODS, SIZES, gpt_config, summarize
 from tools import report
-from tools.report import NAMES, TYING, listed
+from tools.report import NAMES, listed
 
 # check exits with one line, read_json returns {} if there is no file, save writes atomically
 from train import check, read_json, save
@@ -56,7 +56,7 @@ def main(argv=None):
     if args.results:
         out = Path(args.out or Path(args.results).parent)
         runs = read_runs(args.results)
-        curves = distributions = pd.DataFrame()
+        curves = distributions = pd.DataFrame(columns=['run', 'quantity'])
         problems = []
     else:
         names = [Path(path).resolve().name for path in args.runs]
@@ -84,14 +84,16 @@ def main(argv=None):
     write_csv(out / 'lrs.csv', pd.concat([lrs, lrs_lam]).reindex(columns=LRS_COLUMNS))
 
     # the page
-    items = [report.deciding_table(runs), *report.authors_tables(beside_the_authors(ended))]
-    for tying in sorted({*ended.weight_tying}):
-        parts = [rows[rows.weight_tying == tying] for rows in (methods, lrs, lams, lrs_lam)]
-        items += report.items_of_tying(TYING[tying], *parts)
+    items = [*report.run_tables('Runs', runs, report.DECIDING)]
+    items += report.run_tables("Beside the authors' runs", beside_the_authors(ended),
+                               report.BESIDE_THEIRS)
+    for tying in ended.tying.unique():
+        parts = [rows[rows.tying == tying] for rows in (methods, lrs, lams, lrs_lam)]
+        items += report.items_of_tying(tying, *parts)
     items += report.overhead_tables(overhead(ended))
     items += report.distribution_figures(methods, distributions)
     items += report.curve_figures(runs, curves)
-    items += report.statistics_tables(runs)
+    items += report.run_tables('Statistics', runs, report.STATISTICS)
     report.write(out, runs, items, problems)
 
 
@@ -344,6 +346,7 @@ def complete(runs):
     columns = [*REQUIRED, *OPTIONAL, *train.SETTINGS, *runs]
     runs = runs.reindex(columns=[*dict.fromkeys(columns)])  # each once
     runs['weight_tying'] = runs.weight_tying.astype(int)
+    runs['tying'] = runs.weight_tying.map({0: 'untied', 1: 'tied'})
     runs['seed'] = runs.seed.fillna(train.parser.get_default('seed'))
     runs['given'] = runs.given.astype(object).fillna('')
     default_lam = runs.method.map(DEFAULT_LAM)
@@ -450,7 +453,7 @@ def lrs_of_seed(runs):
     rates = listed(runs.lr)
     paper = math.nan
     if rates == PAPER_RATES and runs.as_the_paper.all():
-        paper = PAPER_LRS.lrs.get((TYING[first.weight_tying], first['size'], first.variant), paper)
+        paper = PAPER_LRS.lrs.get((first.tying, first['size'], first.variant), paper)
     return {**first, 'lrs': above_lowest / n, 'lrs_n1': above_lowest / (n - 1), 'paper': paper,
             'n_rates': n, 'rates': rates, 'diverged': runs.diverged.max(skipna=False)}
 
@@ -484,7 +487,7 @@ def beside_the_authors(runs):
     theirs = read_runs(AUTHORS).assign(**OF_THEIRS)
     # with soft-capping theirs are of the logits before the cap, ours of those after it
     theirs.loc[theirs.method == 'soft_capping', 'logit_mean'] = math.nan
-    theirs = theirs[[*SAME_RUN, *report.BESIDE_THEIRS]]
+    theirs = theirs[[*SAME_RUN, 'test_loss', 'mu_norm', 'logit_mean']]
     return runs[runs.as_the_paper].merge(theirs, on=SAME_RUN, suffixes=('', '_of_theirs'))
 
 
