@@ -209,19 +209,18 @@ def modified(path):
 
 def measure_checkpoint(path, run):
     """A .pt file and the settings of its run -> its step and measure_model of it."""
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    n = min(POSITIONS, run['test_tokens'])
+    if device == 'cpu':
+        n = min(n, CPU_LOGITS // run['vocab_size'])
+    windows = load_windows(run['data'], run['val_tokens'], run['block_size'], n)
+    print(f'measuring {path} at {windows[:, 1:].numel():,} positions', flush=True)
+
     saved = train.read_checkpoint(str(path))
-    gpt = GPT(gpt_config(saved['config']))
+    gpt = GPT(gpt_config(saved['config'])).to(device)
     gpt.load_state_dict(saved['model'])
     step = saved['step']
     del saved  # or the optimizer's moments would stay in memory
-
-    n = min(POSITIONS, run['test_tokens'])
-    if torch.cuda.is_available():
-        gpt.to('cuda')
-    else:
-        n = min(n, CPU_LOGITS // len(gpt.E))
-    windows = load_windows(run['data'], run['val_tokens'], run['block_size'], n)
-    print(f'measuring {path} at {windows[:, 1:].numel():,} positions', flush=True)
     return {'step': step, **measure_model(gpt, windows)}
 
 

@@ -137,12 +137,10 @@ def overhead_tables(runs):
             for variant, added in group.groupby('variant', sort=False).added:
                 line[variant] = mean_and_range(added, '{:.1%}')
             lines.append(line)
-        of_paper = PAPER_OVERHEAD[PAPER_OVERHEAD.tying == tying]
-        for size in of_tying['size'].unique():
-            printed = of_paper[of_paper['size'] == size].set_index('variant').percent
-            if len(printed):
-                texts = printed.map('{:.1f}%'.format)
-                lines.append({'size': size, 'device': "the paper's", **texts})
+        of_paper = PAPER_OVERHEAD[PAPER_OVERHEAD['size'].isin(of_tying['size'])]
+        for size, printed in of_paper[of_paper.tying == tying].groupby('size', sort=False):
+            percent = printed.set_index('variant').percent.map('{:.1f}%'.format)
+            lines.append({'size': size, 'device': "the paper's", **percent})
         yield table(f'Additional training time ΔT, {tying}', lines, '''Training time above
             the mean of the baseline's: means over runs [lowest, highest]. Only times of machines
             that nothing else ran on can be compared. (Table 6)''')
@@ -271,12 +269,10 @@ def loss_figure(runs):
     if len(rates) > 3:
         panels.append(sizes)
     figure, axes = plt.subplot_mosaic(panels, figsize=(9, 2 * len(panels)))
-    for name, ax in axes.items():
-        if name == 'all':
-            against_lr(ax, runs, 'capped_loss')
-        else:
-            against_lr(ax, largest[largest['size'] == name], 'capped_loss')
-            ax.set(title=name, ylabel='', xlim=(rates[-2] / 1.6, rates[-1] * 1.6))
+    against_lr(axes.pop('all'), runs, 'capped_loss')
+    for size, ax in axes.items():
+        against_lr(ax, largest[largest['size'] == size], 'capped_loss')
+        ax.set(title=size, ylabel='', xlim=(rates[-2] / 1.6, rates[-1] * 1.6))
     legend(figure, runs)
     return figure
 
@@ -400,7 +396,6 @@ def curve_figures(runs, curves):
     initial = curves.groupby('run').val_loss.transform('first')
     for column in ('loss', 'val_loss'):  # or a spike would flatten all else
         curves[column] = curves[column].clip(upper=initial)
-
     runs = runs[runs.run.isin(curves.run)]
     for (tying, size, lr), part in runs.groupby(['tying', 'size', 'lr'], sort=False):
         figure, axes = plt.subplots(1, 3, figsize=(10, 3.6))
@@ -456,8 +451,7 @@ def write(out, runs, items, problems):
     about = f'{len(runs)} training runs of small GPTs, compared by analyze.py on {date.today()}.'
     for name in ('commit', 'data', 'device', 'torch'):
         known = [str(value) for value in runs[name].dropna().unique() if value]
-        if known:
-            about += f' {name.capitalize()}: {", ".join(known)}.'
+        about += f' {name.capitalize()}: {", ".join(known) or "unknown"}.'
     page = [HEAD, f'<h1>{html.escape(out.resolve().name)}</h1><p>{html.escape(about)}</p>']
     if problems:
         each_once = '\n'.join(dict.fromkeys(problems))
