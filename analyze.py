@@ -85,8 +85,7 @@ def main(argv=None):
 
     # the page
     items = [*report.run_tables('Runs', runs, report.DECIDING)]
-    items += report.run_tables("Beside the authors' runs", beside_the_authors(ended),
-                               report.BESIDE_THEIRS)
+    items += report.run_tables("Beside the authors' runs", beside_the_authors(ended), report.BESIDE)
     for tying in ended.tying.unique():
         parts = [rows[rows.tying == tying] for rows in (methods, lrs, lams, lrs_lam)]
         items += report.items_of_tying(tying, *parts)

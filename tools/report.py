@@ -41,7 +41,7 @@ COLUMNS = {  # of the tables of runs, explained
     'r_log': 'the largest |logit|, after centering over before'}
 DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm', 'model_step']
 STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log']
-BESIDE_THEIRS = ['test_loss', 'test_loss_of_theirs', 'mu_norm', 'mu_norm_of_theirs', 'logit_mean',
+BESIDE = ['test_loss', 'test_loss_of_theirs', 'mu_norm', 'mu_norm_of_theirs', 'logit_mean',
                  'logit_mean_of_theirs']
 PAPER_OVERHEAD = pd.read_csv(Path(__file__).with_name('paper_overhead.csv'))
 
