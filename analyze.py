@@ -314,8 +314,8 @@ def largest_products(h, E):
 
 # -------- what a run is called
 REQUIRED = ['method', 'size', 'weight_tying', 'lr', 'test_loss']  # the columns that a csv needs
-OPTIONAL = '''run ended given n_params init_loss model_step mu_norm logit_mean logit_std logit_absmax
-    cos_mu_h r_emb r_cos r_log bf16_cost train_seconds device processes commit data torch'''.split()
+OPTIONAL = '''run ended given n_params init_loss model_step mu_norm logit_mean logit_std cos_mu_h
+logit_absmax r_emb r_cos r_log bf16_cost train_seconds device processes commit data torch'''.split()
 OWN_COLUMNS = ['method', 'lam', 'size', 'weight_tying', 'lr', 'seed']
 DEFAULT_LAM = {method: defaults.get('lam') for method, defaults in METHODS.items()}
 
@@ -378,8 +378,8 @@ def name_runs(runs):
         else:  # its default follows from other settings: by whether it was given
             is_shown = runs.given.str.contains(rf'\b{name}\b')
         is_shown &= runs[name].notna()
-        texts = f', {name} ' + runs[name].convert_dtypes().astype(str)
-        texts = texts.where(is_shown, '')
+        values = runs[name].convert_dtypes().astype(str)
+        texts = (f', {name} ' + values).where(is_shown, '')
         if texts.nunique() > 1:
             runs['size' if name in TASK else 'variant'] += texts
         if name not in DATA:

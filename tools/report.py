@@ -42,7 +42,7 @@ COLUMNS = {  # of the tables of runs, explained
 DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm', 'model_step']
 STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log']
 BESIDE = ['test_loss', 'test_loss_of_theirs', 'mu_norm', 'mu_norm_of_theirs', 'logit_mean',
-                 'logit_mean_of_theirs']
+          'logit_mean_of_theirs']
 PAPER_OVERHEAD = pd.read_csv(Path(__file__).with_name('paper_overhead.csv'))
 
 
@@ -315,8 +315,9 @@ def compare(runs, lrs, title, name):
     if len(lrs):
         yield lrs_table(f'Learning rate sensitivity (LRS), {title}', lrs)
     if lrs['size'].nunique() > 2:
-        yield figure_item(f'LRS against size, {title}', '''Filled: a run diverged. Grey: no other run
-            has one of its rates and seeds. (Figures 3, 8 and 10)''', f'lrs_{name}', lrs_figure(lrs))
+        yield figure_item(f'LRS against size, {title}', '''Filled: a run diverged. Grey: no other
+            run has one of its rates and seeds. (Figures 3, 8 and 10)''',
+            f'lrs_{name}', lrs_figure(lrs))
 
 
 def items_of_tying(word, methods, lrs, lams, lrs_lam):
@@ -379,7 +380,7 @@ def distribution_figures(runs, distributions):
     baseline = runs[(runs.method == 'baseline') & (runs.test_loss < math.inf)]
     rows = baseline.merge(distributions, on='run')
     for (tying, variant), part in rows.groupby(['tying', 'variant'], sort=False):
-        if part.lr.nunique() > 2:
+        if part.lr.nunique() > 1:
             where = f'{variant}, {tying}'
             for pair in (['r_emb', 'cos_mu_h'], ['r_cos', 'r_log']):
                 yield figure_item(f'Distributions of {" and ".join(pair)}, {where}', '''Grey:
