@@ -26,12 +26,11 @@ NAMES = {  # a method that is not here is called what METHODS calls it
 
 
 # -------- tables
-THEIRS = "that of the authors' run with these settings, one seed"
 COLUMNS = {  # of the tables of runs, explained
-    'test_loss': 'nats per token of held-out text', 'test_loss_of_theirs': THEIRS,
-    'logit_mean': 'the mean logit, over all tokens and positions', 'logit_mean_of_theirs': THEIRS,
+    'test_loss': 'nats per token of held-out text',
+    'logit_mean': 'the mean logit, over all tokens and positions',
     'bf16_cost': 'the test loss with BF16 logits minus that with fp32 logits, of the same weights',
-    'mu_norm': '‖μ‖, the norm of the mean embedding', 'mu_norm_of_theirs': THEIRS,
+    'mu_norm': '‖μ‖, the norm of the mean embedding',
     'model_step': 'the step of these weights, the last one that was finite',
     'logit_std': "the standard deviation of a position's logits",
     'logit_absmax': 'the largest |logit| of a position',
@@ -39,6 +38,7 @@ COLUMNS = {  # of the tables of runs, explained
     'r_emb': "‖e_i‖ after centering over before, a mean over tokens",
     'r_cos': 'the largest |cos(e_i, h)| of a position, after centering over before',
     'r_log': 'the largest |logit|, after centering over before'}
+THEIRS = "of the authors' run with these settings, one seed"
 DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm', 'model_step']
 STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log']
 BESIDE = ['test_loss', 'test_loss_of_theirs', 'mu_norm', 'mu_norm_of_theirs', 'logit_mean',
@@ -66,9 +66,9 @@ def run_tables(title, runs, columns):
     """A line for each run, with those of the columns that are known of any, if there are some."""
     known = runs.reindex(columns=columns).dropna(axis='columns', how='all')
     if known.size:
-        caption = '. '.join(f'{name}: {COLUMNS[name]}' for name in known)
+        explained = [f'{name}: {COLUMNS.get(name, THEIRS)}.' for name in known]
         rows = runs[['variant', 'size', 'tying', 'lr', 'seed', *known]]
-        yield table(title, rows.map(as_cell), caption)
+        yield table(title, rows.map(as_cell), ' '.join(explained))
 
 
 def lines_of(rows, columns):
@@ -147,13 +147,12 @@ def overhead_tables(runs):
 
 
 # -------- looks
-HUES = plt.get_cmap('tab20b').colors  # five, in four shades each
 COLORS = {  # the paper's, then others; variants that are not here get the next of OTHERS
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5',
     'soft_capping': '#9E9E9E', 'mu_loss': '#FF9500', 'mu_centering': '#00B945',
-    'baseline, fp32 logits': 'black', 'centered_head': '#17BECF'}
-COLORS |= dict(zip([name for name in NAMES if name not in COLORS], HUES[1::4], strict=True))
-OTHERS = [*HUES[::4], *HUES[2::4]]
+    'baseline, fp32 logits': 'black', 'adamw_decay': 'brown', 'max_z_loss': 'hotpink',
+    'norm_softmax': 'olive', 'coupled_adam': 'cyan', 'cosine_reg': 'navy', 'centered_head': 'teal'}
+OTHERS = plt.get_cmap('tab20b').colors[::3]
 MARKERS = {'16M': 's', '29M': 'd', '57M': 'o', '109M': 'P', '221M': 'X'}  # the paper's
 LABELS = {
     'capped_loss': 'test loss', 'loss': 'training loss', 'lrs_n1': 'LRS',
@@ -266,7 +265,7 @@ def loss_figure(runs):
     largest = runs[runs.lr >= rates[-2]]
     sizes = [*largest['size'].unique()]
     panels = 2 * [['all'] * len(sizes)]  # two rows high
-    if len(rates) > 3:
+    if len(rates) > 3 and len(sizes) > 1:
         panels.append(sizes)
     figure, axes = plt.subplot_mosaic(panels, figsize=(9, 2 * len(panels)))
     against_lr(axes.pop('all'), runs, 'capped_loss')
@@ -452,11 +451,12 @@ def write(out, runs, items, problems):
     about = f'{len(runs)} training runs of small GPTs, compared by analyze.py on {date.today()}.'
     for name in ('commit', 'data', 'device', 'torch'):
         known = [str(value) for value in runs[name].dropna().unique() if value]
+        if len(known) > 3:
+            known = [f'{len(known)} different']
         about += f' {name.capitalize()}: {", ".join(known) or "unknown"}.'
     page = [HEAD, f'<h1>{html.escape(out.resolve().name)}</h1><p>{html.escape(about)}</p>']
     if problems:
-        each_once = '\n'.join(dict.fromkeys(problems))
-        items.append({'title': 'What could not be read', 'caption': each_once})
+        items.append({'title': 'Problems', 'caption': '\n'.join(dict.fromkeys(problems))})
     for item in items:
         page.append(f'<h2>{html.escape(item["title"])}</h2>')
         if 'png' in item:
