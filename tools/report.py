@@ -14,12 +14,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import AsinhLocator, LogLocator
 
 from train import save  # writes atomically
 
-TYING = {0: 'untied', 1: 'tied'}
-BESIDE_THEIRS = ['test_loss', 'mu_norm', 'logit_mean']
 NAMES = {  # a method that is not here is called what METHODS calls it
     'weight_decay': 'weight decay', 'z_loss': 'z-loss', 'soft_capping': 'soft-capping',
     'mu_loss': 'μ-loss', 'mu_centering': 'μ-centering', 'adamw_decay': "AdamW's decay",
@@ -28,8 +26,23 @@ NAMES = {  # a method that is not here is called what METHODS calls it
 
 
 # -------- tables
-OF_RUN = '''variant size weight_tying lr seed test_loss mu_norm logit_mean bf16_cost logit_std
-    logit_absmax cos_mu_h r_emb r_cos r_log'''.split()  # the columns of the table of runs
+COLUMNS = {  # of the tables of runs, explained
+    'test_loss': 'nats per token of held-out text',
+    'logit_mean': 'the mean logit, over all tokens and positions',
+    'bf16_cost': 'the test loss with BF16 logits minus that with fp32 logits, of the same weights',
+    'mu_norm': '‖μ‖, the norm of the mean embedding',
+    'model_step': 'the step of these weights, the last one that was finite',
+    'logit_std': "the standard deviation of a position's logits",
+    'logit_absmax': 'the largest |logit| of a position',
+    'cos_mu_h': 'cos(μ, h); it is noise where μ is nearly 0, as with μ-centering',
+    'r_emb': "‖e_i‖ after centering over before, a mean over tokens",
+    'r_cos': 'the largest |cos(e_i, h)| of a position, after centering over before',
+    'r_log': 'the largest |logit|, after centering over before'}
+THEIRS = "of the authors' run with these settings, one seed"
+DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm', 'model_step']
+STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log']
+BESIDE = ['test_loss', 'test_loss_of_theirs', 'mu_norm', 'mu_norm_of_theirs', 'logit_mean',
+          'logit_mean_of_theirs']
 PAPER_OVERHEAD = pd.read_csv(Path(__file__).with_name('paper_overhead.csv'))
 
 
@@ -49,26 +62,13 @@ def as_cell(value):
     return value if isinstance(value, str) else f'{value:.5g}'.replace('nan', '')
 
 
-def run_table(runs):
-    """A line for each run, with those columns that are known of any."""
-    known = runs[OF_RUN].dropna(axis='columns', how='all')
-    return table('All runs', known.map(as_cell), '''A line for each run; results.csv has more.
-        mu_norm is the norm of the mean embedding μ, bf16_cost the test loss with BF16 logits minus
-        that with fp32 logits of the same weights. Means over positions: the logits' mean, standard
-        deviation and largest size, cos(μ, h), and what centering leaves of the largest |cosine|
-        with h (r_cos) and |logit| (r_log); over tokens: what it leaves of an embedding's norm
-        (r_emb). Where μ is nearly 0, as with μ-centering, cos(μ, h) is noise, and so is on which
-        side of 1 these ratios lie.''')
-
-
-def authors_tables(runs):
-    """A line for each of the rows of analyze.beside_the_authors, if there are any."""
-    columns = OF_RUN[:5]
-    for name in BESIDE_THEIRS:
-        columns += [name, f'{name}_of_theirs']
-    if len(runs):
-        yield table("Beside the authors' runs", runs[columns].map(as_cell), '''The runs that the
-            paper's authors have with the same settings, one seed each, beside theirs.''')
+def run_tables(title, runs, columns):
+    """A line for each run, with those of the columns that are known of any, if there are some."""
+    known = runs.reindex(columns=columns).dropna(axis='columns', how='all')
+    if known.size:
+        explained = [f'{name}: {COLUMNS.get(name, THEIRS)}.' for name in known]
+        rows = runs[['variant', 'size', 'tying', 'lr', 'seed', *known]]
+        yield table(title, rows.map(as_cell), ' '.join(explained))
 
 
 def lines_of(rows, columns):
@@ -88,14 +88,11 @@ def mean_and_range(values, text):
 
 def cells(line, column, text):
     """Rows of a line -> {variant: its mean_and_range}, with * if no other mean is lower."""
-    found = {}
-    for variant, values in line.groupby('variant', sort=False)[column]:
-        found[variant] = mean_and_range(values, text)
-    means = pd.Series(found).str.split().str[0].astype(float)  # as printed
-    for variant in means.index[means == means.min()]:
-        if len(means) > 1:
-            found[variant] = f'*{found[variant]}*'
-    return found
+    found = line.groupby('variant', sort=False)[column].apply(mean_and_range, text)
+    means = found.str.split().str[0].astype(float)  # as printed
+    if len(means) > 1:
+        found = found.mask(means == means.min(), '*' + found + '*')
+    return found.to_dict()
 
 
 def loss_table(title, runs):
@@ -105,8 +102,8 @@ def loss_table(title, runs):
     for (size, lr, seeds), group in lines_of(runs, ['size', 'lr']):
         where = {'size': size, 'η': f'{lr:g}', 'seeds': seeds}
         lines.append({**where, **blank, **cells(group, 'test_loss', '{:.4f}')})
-    return table(title, lines, '''In nats: means over the seeds [lowest, highest], and *the lowest
-        mean* of a line. A line has the variants with the same seeds.''')
+    return table(title, lines, '''In nats per token: means over the seeds [lowest, highest]; in bold
+        the lowest mean of a line. A line has the variants with the same seeds.''')
 
 
 def lrs_table(title, lrs):
@@ -124,47 +121,47 @@ def lrs_table(title, lrs):
         if len(of_paper):
             lines.append({**where, 'LRS': "the paper's", **blank, **of_paper.to_dict()})
         lines.append({**where, 'LRS': 'mean (Eq. 21)', **blank, **cells(group, 'lrs', '{:.3f}')})
-    return table(title, lines, '''In nats: means over the seeds [lowest, highest], and *the lowest
-        mean* of a line. A line has the variants with the same learning rates and seeds. Between
-        _ _ are methods of which no run diverged, that is, has a test loss over 1% above the lowest
-        with its learning rate and seed. (Tables 2, 4 and 5)''')
+    return table(title, lines, '''How far the test losses of a variant lie above its lowest: means
+        over the seeds [lowest, highest]; in bold the lowest mean of a line. Underlined: no run
+        diverged, that is, has a test loss over 1% above the lowest with its learning rate and
+        seed. A line has the variants with the same rates and seeds. (Tables 2, 4 and 5)''')
 
 
 def overhead_tables(runs):
     """Table 6 of each tying, of the rows of analyze.overhead."""
-    for tying, of_tying in runs.groupby('weight_tying'):
+    machine = ['size', 'device', 'processes']
+    for tying, of_tying in runs.groupby('tying', sort=False):
         lines = []
-        for key, group in of_tying.groupby(['size', 'device', 'processes'], sort=False):
-            line = dict(zip(('size', 'device', 'processes'), key, strict=True))
+        for key, group in of_tying.groupby(machine, sort=False, dropna=False):
+            line = dict(zip(machine, map(as_cell, key), strict=True))
             for variant, added in group.groupby('variant', sort=False).added:
                 line[variant] = mean_and_range(added, '{:.1%}')
             lines.append(line)
-        of_paper = PAPER_OVERHEAD[PAPER_OVERHEAD.tying == TYING[tying]]
-        for size in of_tying['size'].unique():
-            printed = of_paper[of_paper['size'] == size].set_index('variant').percent
-            if len(printed):
-                texts = printed.map('{:.1f}%'.format)
-                lines.append({'size': size, 'device': "the paper's", **texts})
-        yield table(f'Additional training time ΔT, {TYING[tying]}', lines, '''Training time above
+        of_paper = PAPER_OVERHEAD[PAPER_OVERHEAD['size'].isin(of_tying['size'])]
+        for size, printed in of_paper[of_paper.tying == tying].groupby('size', sort=False):
+            percent = printed.set_index('variant').percent.map('{:.1f}%'.format)
+            lines.append({'size': size, 'device': "the paper's", **percent})
+        yield table(f'Additional training time ΔT, {tying}', lines, '''Training time above
             the mean of the baseline's: means over runs [lowest, highest]. Only times of machines
             that nothing else ran on can be compared. (Table 6)''')
 
 
 # -------- looks
-COLORS = {  # the paper's; other variants get the next of OTHERS
+COLORS = {  # the paper's, then others; variants that are not here get the next of OTHERS
     'baseline': '#FF2C00', 'weight_decay': '#845B97', 'z_loss': '#0C5DA5',
-    'soft_capping': '#9E9E9E', 'mu_loss': '#FF9500', 'mu_centering': '#00B945'}
-HUES = plt.get_cmap('tab20b').colors  # five, in four shades each
-OTHERS = ['black', *HUES[::4], *HUES[2::4]]
-STYLES = {  # marker and line of a size: the paper's; others have ('o', '-')
-    '16M': ('s', (0, (1, 4))), '29M': ('d', (0, (1, 2))), '57M': ('o', '--'), '109M': ('P', '-.'),
-    '221M': ('X', '-')}
+    'soft_capping': '#9E9E9E', 'mu_loss': '#FF9500', 'mu_centering': '#00B945',
+    'baseline, fp32 logits': 'black', 'adamw_decay': 'brown', 'max_z_loss': 'hotpink',
+    'norm_softmax': 'olive', 'coupled_adam': 'cyan', 'cosine_reg': 'navy', 'centered_head': 'teal'}
+OTHERS = plt.get_cmap('tab20b').colors[::3]
+MARKERS = {'16M': 's', '29M': 'd', '57M': 'o', '109M': 'P', '221M': 'X'}  # the paper's
 LABELS = {
     'capped_loss': 'test loss', 'loss': 'training loss', 'lrs_n1': 'LRS',
     'mu_norm': r'norm of the mean, $\|\mu\|$', 'cos_mu_h': r'$\cos(\mu, h)$',
     'logit_mean': r'mean logit $\bar{l}$', 'logit_std': r'standard deviation $\sigma_l$',
     'logit_absmax': r'largest logit, $\max_i |l_i|$', 'r_emb': r'$r_{\rm emb}$',
     'r_cos': r'$r_{\rm cos}$', 'r_log': r'$r_{\rm log}$'}
+FAR_VALUES = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
+FILLED = 'Filled: diverged. Grey: no other run has that learning rate and seed.'
 
 plt.switch_backend('agg')  # files alone, no windows
 plt.rcParams.update({
@@ -174,21 +171,18 @@ plt.rcParams.update({
 
 
 def with_looks(runs):
-    """Runs with the color of their variant, and the marker and dash of their size."""
+    """Runs with the color of their variant and the marker of their size."""
     # the shortest name of a method has its color: that of the default λ, if it ran with it
     variants = runs[['variant', 'method']].drop_duplicates().values
     others = itertools.cycle(OTHERS)
     colors = {}
     for variant, method in sorted(variants, key=lambda pair: len(pair[0])):
-        color = COLORS.get(method)
+        color = COLORS.get(variant, COLORS.get(method))
         if color is None or color in colors.values():
             color = next(others)
         colors[variant] = color
-    styles = [STYLES.get(size, ('o', '-')) for size in runs['size']]
-    return runs.assign(
-        color=runs.variant.map(colors),
-        marker=[marker for marker, _ in styles],
-        dash=[dash for _, dash in styles])
+    markers = runs['size'].map(MARKERS).fillna('o')
+    return runs.assign(color=runs.variant.map(colors), marker=markers)
 
 
 def legend(figure, runs):
@@ -199,8 +193,8 @@ def legend(figure, runs):
     sizes = runs.drop_duplicates('size')
     if len(sizes) > 1:
         for run in sizes.itertuples():
-            handles.append(Line2D([], [], color='black', ls=run.dash, marker=run.marker,
-                                  mfc='white', label=run.size))
+            handles.append(Line2D([], [], color='black', ls='', marker=run.marker, mfc='white',
+                                  label=run.size))
     figure.legend(handles=handles, loc='outside lower center', handlelength=3.5, ncols=4)
 
 
@@ -225,7 +219,7 @@ def draw(ax, rows, x, y):
     look = rows.iloc[0]
     by_x = rows.replace(math.inf, math.nan).groupby(x)
     mean = by_x[y].mean()
-    ax.plot(mean.index, mean, linestyle=look.dash, color=look.color)
+    ax.plot(mean.index, mean, color=look.color)
     ax.vlines(mean.index, by_x[y].min(), by_x[y].max(), color=look.color, linewidth=0.8)
     ax.scatter(mean.index, mean, 25, marker=look.marker, edgecolors=look.color,
                facecolors=faces(by_x.diverged.max(), look.color), linewidths=1, zorder=3)
@@ -257,30 +251,25 @@ def label_rates(ax, runs):
     ax.set_xlabel(r'learning rate $\eta$')
 
 
-FAR_VALUES = ['mu_norm', 'logit_mean', 'logit_std', 'logit_absmax']
-
-
 def allow_far_values(ax):
     """Makes the y axis linear up to some 10 in size, and logarithmic beyond."""
-    ax.set_yscale('asinh', linear_width=10, base=0)
+    ax.set_yscale('asinh', linear_width=10)
+    ax.yaxis.set_major_locator(AsinhLocator(10, numticks=6, base=0))  # with room for the labels
     ax.yaxis.set_major_formatter('{x:g}')
 
 
 # -------- figures
-FILLED = 'Filled: diverged. Grey: no other run has that learning rate and seed.'
-
-
 def loss_figure(runs):
     """Figures 2 and 9: test losses, and below of each size at the two largest of many rates."""
     rates = sorted(runs.lr.unique())
     largest = runs[runs.lr >= rates[-2]]
-    sizes = largest['size'].unique() if len(rates) > 3 else []
-    heights = [1.6, 1] if len(sizes) else [1]
-    figure = plt.figure(figsize=(9, 6.2 if len(sizes) else 4))
-    grid = figure.add_gridspec(len(heights), max(1, len(sizes)), height_ratios=heights)
-    against_lr(figure.add_subplot(grid[0, :]), runs, 'capped_loss')
-    for i, size in enumerate(sizes):
-        ax = figure.add_subplot(grid[1, i])
+    sizes = [*largest['size'].unique()]
+    panels = 2 * [['all'] * len(sizes)]  # two rows high
+    if len(rates) > 3 and len(sizes) > 1:
+        panels.append(sizes)
+    figure, axes = plt.subplot_mosaic(panels, figsize=(9, 2 * len(panels)))
+    against_lr(axes.pop('all'), runs, 'capped_loss')
+    for size, ax in axes.items():
         against_lr(ax, largest[largest['size'] == size], 'capped_loss')
         ax.set(title=size, ylabel='', xlim=(rates[-2] / 1.6, rates[-1] * 1.6))
     legend(figure, runs)
@@ -290,7 +279,7 @@ def loss_figure(runs):
 def lrs_figure(lrs):
     """Figures 3 and 10: LRS against size, a panel for each set of learning rates."""
     sizes = [*lrs['size'].unique()]
-    lrs = lrs.assign(x=lrs['size'].map(sizes.index), marker='o', dash='-')
+    lrs = lrs.assign(x=lrs['size'].map(sizes.index), marker='o')
     panels = lrs.groupby('rates', sort=False)
     figure, axes = plt.subplots(1, len(panels), squeeze=False, sharey=True,
                                 figsize=(2.5 + 5 * len(panels), 4))
@@ -308,7 +297,7 @@ def lrs_figure(lrs):
 
 def four_panels(runs, columns):
     """Figures 4 and 5: a panel for each of four columns."""
-    figure, axes = plt.subplots(2, 2, figsize=(7.5, 6.6))
+    figure, axes = plt.subplots(2, 2, figsize=(9, 7))
     for ax, column in zip(axes.flat, columns, strict=True):
         against_lr(ax, runs, column)
     legend(figure, runs)
@@ -318,34 +307,31 @@ def four_panels(runs, columns):
 def compare(runs, lrs, title, name):
     """The tables and figures of test losses and of LRS."""
     yield loss_table(f'Test loss, {title}', runs)
-    if runs.lr.nunique() > 1:
-        yield figure_item(f'Test loss against learning rate, {title}', f'''Means over a variant's
-            seeds, with bars from lowest to highest; below, if there are over three learning rates,
-            each size at the two largest. {FILLED} (Figures 2, 8 and 9)''',
-            f'loss_{name}', loss_figure(runs))
+    if runs.lr.nunique() > 2:
+        yield figure_item(f'Test loss against learning rate, {title}', f'''Means over seeds, with
+            bars from lowest to highest; below, of many learning rates the two largest. {FILLED}
+            (Figures 2, 8 and 9)''', f'loss_{name}', loss_figure(runs))
     if len(lrs):
         yield lrs_table(f'Learning rate sensitivity (LRS), {title}', lrs)
-    if lrs['size'].nunique() > 1:
-        yield figure_item(f'LRS against size, {title}', '''A panel for each set of learning rates.
-            Filled: a run diverged. Grey: no other run has one of its learning rates and seeds.
-            (Figures 3, 8 and 10)''', f'lrs_{name}', lrs_figure(lrs))
+    if lrs['size'].nunique() > 2:
+        yield figure_item(f'LRS against size, {title}', '''Filled: a run diverged. Grey: no other
+            run has one of its rates and seeds. (Figures 3, 8 and 10)''',
+            f'lrs_{name}', lrs_figure(lrs))
 
 
 def items_of_tying(word, methods, lrs, lams, lrs_lam):
     """Figures 2 to 5 and Table 2, or 9 and 10 and Table 5; of several λ Table 4 and Figure 8."""
     yield from compare(methods, lrs, word, word)
-    finite = methods[methods.test_loss < math.inf]
-    if finite.lr.nunique() > 1 and finite.mu_norm.notna().any():
-        yield figure_item(f'Mean embedding and logits, {word}', f'''Means over positions and seeds,
-            of runs with a finite test loss. {FILLED} (Figure 4)''',
-            f'statistics_{word}', four_panels(finite, FAR_VALUES))
-    baseline = finite[finite.method == 'baseline']
-    if baseline.lr.nunique() > 1 and baseline.r_cos.notna().any():
+    measured = methods[methods.mu_norm.notna() & (methods.test_loss < math.inf)]
+    if measured.lr.nunique() > 2:
+        yield figure_item(f'Mean embedding and logits, {word}', f'''Means over positions and seeds.
+            {FILLED} (Figure 4)''', f'statistics_{word}', four_panels(measured, FAR_VALUES))
+    baseline = measured[(measured.method == 'baseline') & measured.r_cos.notna()]
+    if baseline.lr.nunique() > 2:
         ratios = ['r_emb', 'cos_mu_h', 'r_cos', 'r_log']
         yield figure_item(f'What centering would change in the baseline, {word}', f'''Below 1, the
-            dotted line, centering would lower the norm of an embedding (r_emb), the largest
-            |cosine| with h (r_cos) and the largest |logit| (r_log). {FILLED} (Figure 5)''',
-            f'fact_3_{word}', four_panels(baseline, ratios))
+            dotted line, it would lower ‖e_i‖ (r_emb), the largest |cos(e_i, h)| (r_cos) and |logit|
+            (r_log). {FILLED} (Figure 5)''', f'fact_3_{word}', four_panels(baseline, ratios))
 
     for method, part in lams.groupby('method', sort=False):
         title = f'{NAMES.get(method, method)} by λ, {word}'
@@ -390,60 +376,73 @@ def box_figure(rows, quantities):
 
 def distribution_figures(runs, distributions):
     """Figures 11 and 12 of each baseline that ran at several rates, from distributions.csv."""
-    if distributions.empty:
-        return
     baseline = runs[(runs.method == 'baseline') & (runs.test_loss < math.inf)]
     rows = baseline.merge(distributions, on='run')
-    for (tying, variant), part in rows.groupby(['weight_tying', 'variant'], sort=False):
+    for (tying, variant), part in rows.groupby(['tying', 'variant'], sort=False):
         if part.lr.nunique() > 1:
-            where = f'{variant}, {TYING[tying]}'
+            where = f'{variant}, {tying}'
             for pair in (['r_emb', 'cos_mu_h'], ['r_cos', 'r_log']):
                 yield figure_item(f'Distributions of {" and ".join(pair)}, {where}', '''Grey:
-                    quartiles; black: median and extrema; red: the share on the right. Over several
-                    seeds, quartiles and shares are means. (Figures 11 and 12)''',
+                    quartiles; black: median and extrema; red: a share. Over seeds, all but the
+                    extrema are means. (Figures 11 and 12)''',
                     f'{pair[0]}_{where}', box_figure(part, pair))
 
 
 # -------- training curves
 def curve_figures(runs, curves):
     """A figure for each size, tying and learning rate, from curves.csv."""
-    if curves.empty:
-        return
-    columns = ['loss', 'logit_mean', 'mu_norm']
-    curves = curves.reindex(columns=['run', 'step', 'val_loss', *columns])  # a log may be short
-    curves = curves[curves.step > 0]
-    for (tying, size, lr), part in runs.groupby(['weight_tying', 'size', 'lr'], sort=False):
+    columns = ['run', 'step', 'loss', 'val_loss', 'logit_mean', 'mu_norm']
+    curves = curves.reindex(columns=columns)  # the log of a run that has just begun lacks some
+    initial = curves.groupby('run').val_loss.transform('first')
+    for column in ('loss', 'val_loss'):  # or a spike would flatten all else
+        curves[column] = curves[column].clip(upper=initial)
+    runs = runs[runs.run.isin(curves.run)]
+    for (tying, size, lr), part in runs.groupby(['tying', 'size', 'lr'], sort=False):
         figure, axes = plt.subplots(1, 3, figsize=(10, 3.6))
-        for ax in axes:  # or a spike of the loss would flatten all else
-            allow_far_values(ax)
+        for ax, column in zip(axes, ('loss', 'logit_mean', 'mu_norm'), strict=True):
+            ax.set(title=LABELS[column], xlabel='step')
+        allow_far_values(axes[1])
+        allow_far_values(axes[2])
         for run in part.itertuples():
             curve = curves[curves.run == run.run]
             logged = curve[curve.loss.notna()]
-            for ax, column in zip(axes, columns, strict=True):
-                light = 0.5 if column == 'loss' else 1  # it is noisy
-                ax.plot(logged.step, logged[column], color=run.color, alpha=light)
-                ax.set(title=LABELS[column], xlabel='step')
-            axes[0].plot(curve.step, curve.val_loss, 'o', color=run.color, markersize=3)
+            evaluated = curve[curve.val_loss.notna()]
+            axes[0].plot(logged.step, logged.loss, color=run.color, alpha=0.4)  # it is noisy
+            axes[0].plot(evaluated.step, evaluated.val_loss, 'o-', color=run.color, markersize=3)
+            axes[1].plot(logged.step, logged.logit_mean, color=run.color)
+            axes[2].plot(logged.step, logged.mu_norm, color=run.color)
         legend(figure, part)
-        yield figure_item(f'Training curves, {size}, {TYING[tying]}, η = {lr:g}', '''A line for
-            each run, as logged. Points are val losses.''',
-            f'training_{size}_{TYING[tying]}_lr{lr:g}', figure)
+        yield figure_item(f'Training curves, {size}, {tying}, η = {lr:g}', '''A line for each run,
+            as logged; points are losses on held-out text. What is above the initial loss is drawn
+            at it.''', f'training_{size}_{tying}_lr{lr:g}', figure)
 
 
 # -------- the page
-HEAD = '''<!doctype html><meta charset="utf-8"><style>
+HEAD = '''<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<style>
   body { max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222;
          font: 16px/1.5 system-ui, sans-serif; }
   h2 { margin: 3rem 0 .7rem; font-size: 1.2rem; }
-  p { max-width: 50rem; color: #555; }
-  img { max-width: 100%; }
-  div { overflow: auto; max-height: 36rem; }  /* a table scrolls in itself */
+  p { max-width: 50rem; color: #555; white-space: pre-line; }
+  div { overflow: auto; }  /* what is wide scrolls in itself */
+  div.table { max-height: 36rem; }
+  img { width: 100%; min-width: 40rem; max-width: 60rem; }
   table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
   th { position: sticky; top: 0; background: white; box-shadow: 0 1px #222; }
-  th, td { padding: .2rem .7rem; text-align: right; white-space: nowrap; }
+  th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; }
   td { border-bottom: 1px solid #eee; }
   th:first-child, td:first-child { text-align: left; padding-left: 0; }
 </style>'''
+
+
+def in_html(cell):
+    """A cell of text: *3.12* is in bold, and _3.12_ underlined."""
+    text = html.escape(cell.strip('*_'))
+    if cell.strip('_').startswith('*'):
+        text = f'<b>{text}</b>'
+    if cell.startswith('_'):
+        text = f'<u>{text}</u>'
+    return text
 
 
 def write(out, runs, items, problems):
@@ -451,25 +450,26 @@ def write(out, runs, items, problems):
     (out / 'figures').mkdir(parents=True, exist_ok=True)
     about = f'{len(runs)} training runs of small GPTs, compared by analyze.py on {date.today()}.'
     for name in ('commit', 'data', 'device', 'torch'):
-        if name in runs:
-            about += f' {name.capitalize()}: {", ".join(runs[name].dropna().astype(str).unique())}.'
+        known = [str(value) for value in runs[name].dropna().unique() if value]
+        if len(known) > 3:
+            known = [f'{len(known)} different']
+        about += f' {name.capitalize()}: {", ".join(known) or "unknown"}.'
     page = [HEAD, f'<h1>{html.escape(out.resolve().name)}</h1><p>{html.escape(about)}</p>']
+    if problems:
+        items.append({'title': 'Problems', 'caption': '\n'.join(dict.fromkeys(problems))})
     for item in items:
         page.append(f'<h2>{html.escape(item["title"])}</h2>')
         if 'png' in item:
             save(item['png'], f'{out}/figures/{item["name"]}.png')
             image = base64.b64encode(item['png']).decode()
-            page.append(f'<img src="data:image/png;base64,{image}">')
-        else:
-            page.append('<div>' + item['rows'].to_html(index=False, border=0) + '</div>')
+            page.append(f'<div><img src="data:image/png;base64,{image}"></div>')
+        elif 'rows' in item:
+            rows = item['rows'].rename(columns=html.escape).map(in_html)
+            in_text = rows.to_html(index=False, border=0, escape=False)
+            page.append(f'<div class="table">{in_text}</div>')
             print(f'\n{item["title"]}\n{item["rows"].to_string(index=False)}')
+        else:
+            print(f'\n{item["title"]}\n{item["caption"]}')
         page.append(f'<p>{html.escape(item["caption"])}</p>')
-
-    if problems:
-        page.append('<h2>What could not be read</h2>')
-        print('\nWhat could not be read')
-    for problem in problems:
-        page.append(f'<p>{html.escape(problem)}</p>')
-        print(problem)
     save('\n'.join(page).encode(), f'{out}/report.html')
     print(f'\nwrote {out}; open {out / "report.html"} in a browser')
