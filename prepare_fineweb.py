@@ -227,7 +227,7 @@ def download_shards(args):
 
 
 def prepare(paths, meta, args):
-    """Makes the shards."""
+    """Downloads the shards, or makes them of texts."""
     try:  # what needs the network
         if args.source == 'pretokenized':
             download_shards(args)
@@ -270,7 +270,7 @@ def main(argv=None):
     with lock_folder(args.out):
         meta_path = f'{args.out}/meta.json'
         meta = {**settings, 'vocab_size': VOCAB_SIZES[args.tokenizer], 'tokens': 0, 'done': False,
-                'group': 0, 'shards_before': 0, 'tokens_before': 0, 'copies': 0}
+                'group': 0, 'shards_before': 0, 'tokens_before': 0}
         if glob.glob(SHARD.format('*'), root_dir=args.out):
             meta = read_json(meta_path)
             was = {k: meta.get(k) for k in settings if meta.get(k) != settings[k]}
@@ -280,11 +280,11 @@ def main(argv=None):
             meta.update(tokens=args.tokens, done=False)
             save(meta, meta_path)
             prepare(paths, meta, args)
-            meta['train_tokens'] = Windows(args.out, 'train', 1).n_tokens
-            meta['done'] = True
-            save(meta, meta_path)
+        meta['train_tokens'] = Windows(args.out, 'train', 1).n_tokens
+        meta['done'] = True
+        save(meta, meta_path)
     print(f'{args.out} has {meta["train_tokens"]:,} tokens to train on; '
-          f'{meta["copies"]:,} copies of documents were left out')
+          f'{meta.get("copies", 0):,} copies of documents were left out')
 
 
 if __name__ == '__main__':
