@@ -67,7 +67,7 @@ def run_tables(title, runs, columns):
     known = runs.reindex(columns=columns).dropna(axis='columns', how='all')
     if known.size:
         explained = [f'{name}: {COLUMNS.get(name, THEIRS)}.' for name in known]
-        rows = runs[['variant', 'size', 'tying', 'lr', 'seed', *known]]
+        rows = runs[['variant', 'lr', *known, 'size', 'tying', 'seed']]
         yield table(title, rows.map(as_cell), ' '.join(explained))
 
 
