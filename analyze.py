@@ -70,7 +70,8 @@ def main(argv=None):
         for name, rows in tables.items():
             write_csv(out / f'{name}.csv', rows)
 
-    # what is compared: methods with their default λ, and all λ of the methods that have several
+    # two comparisons, each with marks of its own: of the methods, with their default λ, and of
+    # all λ of the methods that ran with several
     runs = report.with_looks(runs)
     ended = runs[runs.ended]
     is_copy = ended.duplicated(['variant', *PLACE])
@@ -177,7 +178,7 @@ def measure_run(run, problems):
     """
     A run's settings -> what is known of its checkpoints, a list of dicts. The numbers of model.pt
     are in model.json beside it, and are measured if that is missing or older. They stay if the .pt
-    is deleted, but a run that has ended needs no ckpt.pt: its model.pt has the same weights.
+    is deleted. ckpt.pt counts only until its run has ended: then model.pt has the same weights.
     """
     folder = Path(run['run'])
     files = [*folder.glob('model*.pt'), *folder.glob('model*.json')]
@@ -395,7 +396,7 @@ PLACE = ['weight_tying', 'size', 'lr', 'seed']  # runs are compared where all of
 
 
 def of_methods(runs):
-    """The runs by which methods are compared: of the default λ, or all where a size lacks it."""
+    """By which methods are compared: runs with the default λ, or all where a method has no such."""
     has_default = runs.groupby(['weight_tying', 'size', 'method']).is_default_lam.transform('any')
     return runs[runs.is_default_lam | ~has_default]
 
@@ -438,7 +439,8 @@ def learning_rate_sensitivity(runs):
 def lrs_of_seed(runs):
     """
     The runs of a variant with one seed -> its LRS: the mean over the n learning rates of
-    min(L, L0) - min L (Eq. 21), and their sum / (n - 1), as the paper's tables have it.
+    min(L, L0) - min L (Eq. 21), and their sum / (n - 1), as the paper's tables have it. A run that
+    was not finite counts as L0.
     """
     losses = runs.capped_loss
     n = len(runs)
