@@ -70,8 +70,7 @@ def main(argv=None):
         for name, rows in tables.items():
             write_csv(out / f'{name}.csv', rows)
 
-    # two comparisons, each with marks of its own: of the methods, with their default λ, and of
-    # all λ of the methods that ran with several
+    # two comparisons: of methods with their default λ, and of all λ where a method has several
     runs = report.with_looks(runs)
     ended = runs[runs.ended]
     is_copy = ended.duplicated(['variant', *PLACE])
@@ -396,7 +395,7 @@ PLACE = ['weight_tying', 'size', 'lr', 'seed']  # runs are compared where all of
 
 
 def of_methods(runs):
-    """By which methods are compared: runs with the default λ, or all where a method has no such."""
+    """By which methods are compared: runs with the default λ, or all of a method without it."""
     has_default = runs.groupby(['weight_tying', 'size', 'method']).is_default_lam.transform('any')
     return runs[runs.is_default_lam | ~has_default]
 
@@ -439,8 +438,7 @@ def learning_rate_sensitivity(runs):
 def lrs_of_seed(runs):
     """
     The runs of a variant with one seed -> its LRS: the mean over the n learning rates of
-    min(L, L0) - min L (Eq. 21), and their sum / (n - 1), as the paper's tables have it. A run that
-    was not finite counts as L0.
+    min(L, L0) - min L (Eq. 21), and their sum / (n - 1), as the paper's tables have it.
     """
     losses = runs.capped_loss
     n = len(runs)
