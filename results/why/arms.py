@@ -69,7 +69,7 @@ def scaled(of_E, of_trunk):
 
 
 def bounded_trunk(args):
-    """The last norm's input is a sum of three normalised vectors: the embedding, attention and the MLP."""
+    """The input of the last norm is a sum of three normalised vectors: embedding, attention and MLP."""
     gpt, optimizer = plain_model(args)
 
     def normalise(module, inputs, output):

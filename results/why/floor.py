@@ -113,8 +113,8 @@ def main(words):
         for s in SPACINGS:
             floors, own = floor(log_p, sizes, s)
             row = {'model': name, 'entropy': H.mean().item(), 'entropy_std': H.std().item(),
-                   'differ': differ.mean().item(), 's': s, 'c': cost_of(s), 'floor': floors.mean().item(), 'own': own.mean().item(),
-                   'floor_error': floors.std().item() / len(floors) ** 0.5}
+                   'differ': differ.mean().item(), 's': s, 'c': cost_of(s), 'floor': floors.mean().item(),
+                   'own': own.mean().item(), 'floor_error': floors.std().item() / len(floors) ** 0.5}
             rows = pd.DataFrame([row])
             if (HERE / 'floor.csv').exists():
                 rows = pd.concat([pd.read_csv(HERE / 'floor.csv'), rows])

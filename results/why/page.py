@@ -58,11 +58,11 @@ def harm_table():
     lines = []
     for s, floors in FLOORS.iterrows():
         line = {'s': f'{s:g}', 'c': f'{cost(s * 128):.2g}', 'floor': f'{floors[SMALL]:.2g}', 'harm': '',
-                'rounded at random': '', 'floor, V = 50,304': f'{floors[OF_AUTHORS]:.2g}', 'their loss': ''}
+                'at random': '', 'floor of GPT-2 tokens': f'{floors[OF_AUTHORS]:.2g}', 'their loss': ''}
         if s in NEAREST:
             line['harm'] = by_seed(NEAREST[s].harm, 3 if s < 4 else 2)
         if s in STOCHASTIC:
-            line['rounded at random'] = by_seed(STOCHASTIC[s].harm, 3 if s < 4 else 2)
+            line['at random'] = by_seed(STOCHASTIC[s].harm, 3 if s < 4 else 2)
         if s in authors.index:
             line['their loss'] = f'{authors["median"][s]:.2g} ({authors["size"][s]})'
         lines.append(line)
@@ -87,7 +87,8 @@ def rates_table():
         runs = compare(f'{arm}, BF16', twin)
         lines.append({'rate of': arm, 'mean logit': by_seed(runs.logit_mean, 0),
                       'with fp32 logits': by_seed(compare(twin, twin).logit_mean, 0),
-                      'harm': by_seed(runs.harm, 2), '‖x‖': ', '.join(f'{x:.0e}' for x in runs.x_norm)})
+                      'c': by_seed(cost(runs.logit_mean, runs.logit_mean_spread), 2),
+                      'harm': by_seed(runs.harm, 2)})
     return pd.DataFrame(lines).set_index('rate of')
 
 
@@ -107,12 +108,13 @@ def draw():
     figure, ax = plt.subplots(figsize=(7.5, 4.8), layout='constrained')
     s = np.geomspace(0.45, 18)
     ax.plot(s, np.log(np.sinh(s / 2) / (s / 2)), 'k--', linewidth=1, label='c')
-    ax.plot(FLOORS.index, FLOORS[SMALL], 'C0', label='floor, small model')
-    ax.plot(FLOORS.index, FLOORS[OF_AUTHORS], 'C3', label='floor, V = 50,304')
+    for model, color, name in ((SMALL, 'C0', 'small model at 0.003'), ('laptop-1', 'C1', 'small model at 1'),
+                               (OF_AUTHORS, 'C3', 'GPT-2 tokens, 3.6 nats')):
+        ax.plot(FLOORS.index, FLOORS[model], color, linewidth=1, label=f'floor: {name}')
 
     for i, (s, runs) in enumerate(NEAREST.items()):
         ax.plot([s] * len(runs), runs.harm, 'C0o', markersize=5,
-                label='small model, rounded without drift' if i == 0 else None)
+                label='small model at 0.003, rounded without drift' if i == 0 else None)
     pairs = pd.read_csv(HERE.parent / 'natural/rule.csv')
     ax.plot(1.12 * spacing(pairs['mean']), pairs.harm.clip(0.003), 'C1^', markersize=5, alpha=0.6,
             label='small model, natural drift (35 pairs)')
@@ -131,7 +133,9 @@ def draw():
 def print_numbers():
     pd.set_option('display.width', 200, 'display.max_columns', 20, 'display.precision', 3)
     every = pd.read_csv(HERE / 'floor.csv')
-    print(every.assign(floor_over_c=every.floor / every.c))
+    print(every.assign(floor_over_c=every.floor / every.c, of_estimate=every.floor / every.c / every.differ))
+    runs = ARMS[ARMS.arm.str.contains('trunk')]
+    print(runs[['arm', 'seed', 'test_loss', 'logit_mean', 'logit_mean_spread', 'row_norm', 'mean_share', 'x_norm']])
     for name, runs_by_spacing in (('nearest', NEAREST), ('stochastic', STOCHASTIC)):
         for s, runs in runs_by_spacing.items():
             over_floor = (runs.harm / FLOORS[SMALL].get(s)).round(2).tolist()
