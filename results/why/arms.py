@@ -114,6 +114,7 @@ for dtype, flags in (('BF16', BF16), ('fp32', FP32)):
     ARMS[f'bounded trunk, {dtype}'] = (f'{flags} --lr=1', None, bounded_trunk)
 ARMS['inputs rounded alone'] = (f'{FP32} --lr=1', inputs_alone, None)
 ARMS['BF16 logits'] = (f'{BF16} --lr=1', None, None)
+ARMS['8 bits'] = (f'{FP32} --lr=1', nearest(8), None)
 for mean in (200, 2800):
     ARMS[f'no drift, rounded at {mean}'] = (STILL, nearest(8, mean), None)
 for mean in (400, 1400, 100):

@@ -58,25 +58,27 @@ def harm_table():
     lines = []
     for s, floors in FLOORS.iterrows():
         line = {'s': f'{s:g}', 'c': f'{cost(s * 128):.2g}', 'floor': f'{floors[SMALL]:.2g}', 'harm': '',
-                'at random': '', 'floor of GPT-2 tokens': f'{floors[OF_AUTHORS]:.2g}', 'their loss': ''}
+                'at random': '', 'GPT-2 tokens: floor': f'{floors[OF_AUTHORS]:.2g}', 'the authors': ''}
         if s in NEAREST:
             line['harm'] = by_seed(NEAREST[s].harm, 3 if s < 4 else 2)
         if s in STOCHASTIC:
             line['at random'] = by_seed(STOCHASTIC[s].harm, 3 if s < 4 else 2)
         if s in authors.index:
-            line['their loss'] = f'{authors["median"][s]:.2g} ({authors["size"][s]})'
+            line['the authors'] = f'{authors["median"][s]:.2g} ({authors["size"][s]})'
         lines.append(line)
     return pd.DataFrame(lines).set_index('s')
 
 
 def bits_table():
     lines = []
-    for arm in ('7 bits', 'BF16 logits', '9 bits', '11 bits', 'inputs rounded alone'):
-        bits = int(arm.split()[0]) if arm.endswith('bits') else 8
+    for arm in ('7 bits', '8 bits', '9 bits', '11 bits', 'inputs rounded alone', 'BF16 logits'):
         runs = compare(arm, 'fp32 logits')
-        c = cost(runs.logit_mean, runs.logit_mean_spread, bits)
-        lines.append({'at a rate of 1': arm, 'mean logit': by_seed(runs.logit_mean, 0), 'c': by_seed(c, 2),
-                      'harm': by_seed(runs.harm, 2)})
+        line = {'at a rate of 1': arm, 'mean logit': by_seed(runs.logit_mean, 0), 'c': '',
+                'harm': by_seed(runs.harm, 2)}
+        if 'inputs' not in arm:
+            bits = int(arm.split()[0]) if 'bits' in arm else 8
+            line['c'] = by_seed(cost(runs.logit_mean, runs.logit_mean_spread, bits), 2)
+        lines.append(line)
     return pd.DataFrame(lines).set_index('at a rate of 1')
 
 
@@ -87,7 +89,6 @@ def rates_table():
         runs = compare(f'{arm}, BF16', twin)
         lines.append({'rate of': arm, 'mean logit': by_seed(runs.logit_mean, 0),
                       'with fp32 logits': by_seed(compare(twin, twin).logit_mean, 0),
-                      'c': by_seed(cost(runs.logit_mean, runs.logit_mean_spread), 2),
                       'harm': by_seed(runs.harm, 2)})
     return pd.DataFrame(lines).set_index('rate of')
 
