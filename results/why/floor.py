@@ -11,6 +11,11 @@ gets an error n_i, uniform in a range of width s, no l has a lower loss than
 
 which gradient descent finds for each position. `own` is what the logits log p themselves lose in this way, and
 `differ` is 1 - sum_i p_i^2, the probability that two tokens drawn from p differ. All are means over the positions.
+
+In floor.csv laptop-0.003 is out/why/no_drift-s1, laptop-1 is out/why/fp32_logits-s1, both of arms.py, and gpt2 is the
+ckpt.pt of step 300 of
+
+    python train.py --size=tiny --steps=1000 --batch_size=4 --block_size=128 --device=cpu --data=data/gpt2
 """
 import math
 import sys
