@@ -1,0 +1,179 @@
+"""
+Runs of the small model in which one thing about the rounding or the learning rates is changed: arms.csv.
+
+    OMP_NUM_THREADS=1 python -m results.why.arms
+
+It trains what has no row yet, one run at a time, in a minute or two each. A run is "train.py FLAGS" with other
+logits, another trunk or other learning rates, as ARMS says.
+"""
+import time
+from pathlib import Path
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+
+import model
+import train
+
+HERE = Path(__file__).parent
+CSV = HERE / 'arms.csv'
+FLAGS = ('--size=laptop --no-final_gain --batch_size=4 --block_size=32 --steps=8000 --device=cpu --dtype=float32 '
+         '--data=data/chars --log_every=100 --eval_every=0 --eval_tokens=16384 --test_tokens=131072')  # of sweep.sh
+plain_head = model.head_logits
+plain_model = train.make_model
+
+
+def straight_through(logits, rounded):
+    """The values of `rounded` with the gradient of `logits`."""
+    return logits + (rounded - logits).detach()
+
+
+# -------- the logits
+def nearest(bits, mean=0.0):
+    """Logits that are rounded to `bits` significant bits where their mean is larger by `mean`."""
+    def head(h, E, config):
+        logits = plain_head(h, E, config)
+        x = logits.detach() + mean
+        spacing = torch.exp2(x.abs().clamp_min(1e-30).log2().floor() + 1 - bits)
+        return straight_through(logits, (x / spacing).round() * spacing - mean)
+    return head
+
+
+def stochastic(mean):
+    """As nearest(8, mean), but up or down at random, so that a rounded logit is right on average."""
+    def head(h, E, config):
+        logits = plain_head(h, E, config)
+        x = logits.detach() + mean
+        spacing = torch.exp2(x.abs().clamp_min(1e-30).log2().floor() - 7)
+        return straight_through(logits, (x / spacing + torch.rand_like(x)).floor() * spacing - mean)
+    return head
+
+
+def inputs_alone(h, E, config):
+    """BF16 h and E, whose product is not rounded."""
+    return h.bfloat16().float() @ E.bfloat16().float().T
+
+
+# -------- learning rates and trunk
+def scaled(of_E, of_trunk):
+    """The learning rate times `of_E` for E and times `of_trunk` for all else."""
+    def make_model(args):
+        gpt, _ = plain_model(args)
+        rest = [p for p in gpt.parameters() if p is not gpt.E]
+        groups = [{'params': [gpt.E], 'lr_scale': of_E}, {'params': rest, 'lr_scale': of_trunk}]
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps,
+                                      weight_decay=0.0, fused=True)
+        return gpt, optimizer
+    return make_model
+
+
+def bounded_trunk(args):
+    """The input of the last norm is a sum of three normalised vectors: embedding, attention and MLP."""
+    gpt, optimizer = plain_model(args)
+
+    def normalise(module, inputs, output):
+        return F.layer_norm(output, output.shape[-1:])
+    gpt.wte.register_forward_hook(normalise)
+    for block in gpt.blocks:
+        block.attn.register_forward_hook(normalise)
+        block.mlp.register_forward_hook(normalise)
+    return gpt, optimizer
+
+
+def sgd_on_E(times):
+    """E by SGD with Adam's momentum, at `times` the learning rate; all else by AdamW."""
+    def make_model(args):
+        gpt, optimizer = plain_model(args)
+
+        def coupled_adam_step(E, optimizer):
+            before = E.clone()
+            optimizer.step()
+            group = optimizer.param_groups[0]
+            state = optimizer.state[E]
+            m_hat = state['exp_avg'] / (1 - group['betas'][0] ** state['step'])
+            E.copy_(before - times * group['lr'] * m_hat)
+        train.coupled_adam_step = coupled_adam_step
+        return gpt, optimizer
+    return make_model
+
+
+# -------- the arms: (flags, the head or None, make_model or None), for each seed
+FP32 = '--logits_dtype=float32'
+BF16 = '--logits_dtype=bfloat16'
+STILL = f'{FP32} --method=mu_centering --lr=3e-3'  # nothing drifts
+ARMS = {'no drift': (STILL, None, None)}
+for mean in (1400, 400, 700, 100):
+    ARMS[f'no drift, rounded at {mean}'] = (STILL, nearest(8, mean), None)
+ARMS['fp32 logits'] = (f'{FP32} --lr=1', None, None)
+for bits in (7, 9, 11):
+    ARMS[f'{bits} bits'] = (f'{FP32} --lr=1', nearest(bits), None)
+for dtype, flags in (('BF16', BF16), ('fp32', FP32)):
+    ARMS[f'E at 1, trunk at 0.003, {dtype}'] = (f'{flags} --lr=1', None, scaled(1, 0.003))
+    ARMS[f'E at 0.003, trunk at 1, {dtype}'] = (f'{flags} --lr=1', None, scaled(0.003, 1))
+    ARMS[f'bounded trunk, {dtype}'] = (f'{flags} --lr=1', None, bounded_trunk)
+ARMS['inputs rounded alone'] = (f'{FP32} --lr=1', inputs_alone, None)
+ARMS['BF16 logits'] = (f'{BF16} --lr=1', None, None)
+ARMS['8 bits'] = (f'{FP32} --lr=1', nearest(8), None)
+for mean in (200, 2800):
+    ARMS[f'no drift, rounded at {mean}'] = (STILL, nearest(8, mean), None)
+for mean in (400, 1400, 100):
+    ARMS[f'no drift, rounded at random at {mean}'] = (STILL, stochastic(mean), None)
+for times in (10, 100, 1000):
+    ARMS[f'SGD on E, {times} times the rate'] = (f'{BF16} --lr=1 --method=coupled_adam', None, sgd_on_E(times))
+for beta2 in (0.99, 0.999):
+    for dtype, flags in (('BF16', BF16), ('fp32', FP32)):
+        ARMS[f'β2 {beta2}, {dtype}'] = (f'{flags} --lr=1 --beta2={beta2}', None, None)
+
+
+@torch.no_grad()
+def measure(out, args):
+    """A finished run's test loss by the head that it was trained with, and by exact logits, and statistics."""
+    gpt, _ = train.make_model(args)
+    gpt.load_state_dict(train.read_checkpoint(f'{out}/model.pt')['model'])
+    seen = []  # the inputs of the last norm
+    gpt.norm_f.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+
+    windows = train.Windows(args.data, 'val', args.block_size)
+    batch = torch.from_numpy(windows[windows.evenly_spaced(args.test_tokens)])
+    h = torch.cat([gpt.hidden(part[:, :-1]) for part in batch.split(128)]).flatten(0, 1)
+    x = torch.cat(seen).flatten(0, 1)
+    targets = batch[:, 1:].flatten()
+    logits = gpt.head(h)
+    means = logits.mean(dim=1)
+    mu = gpt.E.mean(dim=0)
+    numbers = {'test_loss': F.cross_entropy(logits, targets),
+               'test_loss_exact': F.cross_entropy(h @ gpt.E.T, targets),
+               'logit_mean': means.mean(), 'logit_mean_spread': means.std(correction=0),
+               'logit_std': logits.std(dim=1, correction=0).mean(),
+               'mu_norm': mu.norm(), 'row_norm': gpt.E.norm(dim=1).mean(),
+               'mean_share': len(gpt.E) * mu.square().sum() / gpt.E.square().sum(),
+               'x_norm': x.norm(dim=1).mean()}
+    return {name: value.item() for name, value in numbers.items()}
+
+
+def main():
+    done = set()
+    if CSV.exists():
+        done = set(pd.read_csv(CSV)[['arm', 'seed']].itertuples(index=False, name=None))
+    for arm, (flags, head, make_model) in ARMS.items():
+        for seed in (1, 2, 3):
+            if (arm, seed) in done:
+                continue
+            begin = time.perf_counter()
+            out = f'out/why/{arm.replace(" ", "_").replace(",", "")}-s{seed}'
+            model.head_logits = head or plain_head
+            train.make_model = make_model or plain_model
+            command = [*FLAGS.split(), *flags.split(), f'--seed={seed}', f'--out={out}']
+            train.main(command)
+            args = train.read_command(command)[0]
+            row = {'arm': arm, 'seed': seed, **measure(out, args), 'seconds': round(time.perf_counter() - begin)}
+            rows = pd.DataFrame([row])
+            if CSV.exists():
+                rows = pd.concat([pd.read_csv(CSV), rows])
+            rows.to_csv(CSV, index=False, float_format='%.6g')
+            print(row, flush=True)
+
+
+if __name__ == '__main__':
+    main()
