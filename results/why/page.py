@@ -57,14 +57,14 @@ def harm_table():
     authors = read_authors().groupby('s').excess.agg(['median', 'size'])
     lines = []
     for s, floors in FLOORS.iterrows():
-        line = {'s': f'{s:g}', 'c': f'{cost(s * 128):.2g}', 'floor': f'{floors[SMALL]:.2g}', 'harm': '',
-                'at random': '', 'GPT-2 tokens: floor': f'{floors[OF_AUTHORS]:.2g}', 'the authors': ''}
+        line = {'s': f'{s:g}', 'c': f'{cost(s * 128):#.2g}', 'floor': f'{floors[SMALL]:#.2g}', 'harm': '',
+                'at random': '', 'GPT-2 tokens: floor': f'{floors[OF_AUTHORS]:#.2g}', 'the authors': ''}
         if s in NEAREST:
             line['harm'] = by_seed(NEAREST[s].harm, 3 if s < 4 else 2)
         if s in STOCHASTIC:
             line['at random'] = by_seed(STOCHASTIC[s].harm, 3 if s < 4 else 2)
         if s in authors.index:
-            line['the authors'] = f'{authors["median"][s]:.2g} ({authors["size"][s]})'
+            line['the authors'] = f'{authors["median"][s]:#.2g} ({authors["size"][s]})'
         lines.append(line)
     return pd.DataFrame(lines).set_index('s')
 
