@@ -8,6 +8,7 @@ from conftest import ROOT
 from results import tables
 from results.mean_logit.mean_logit import read_runs
 from results.natural import page as natural
+from results.why import page as why
 
 
 @pytest.mark.parametrize('page', tables.TABLES)
@@ -20,6 +21,11 @@ def test_tables(page):
 def test_natural(page):
     text = Path(ROOT, 'results/natural', page).read_text(encoding='utf-8')
     assert text == natural.with_tables(text)
+
+
+def test_why():
+    text = Path(ROOT, 'results/why/README.md').read_text(encoding='utf-8')
+    assert text == why.with_tables(text)
 
 
 def test_mean_logit():

@@ -3,8 +3,8 @@ Runs of the small model in which one thing about the rounding or the learning ra
 
     OMP_NUM_THREADS=1 python -m results.why.arms
 
-It trains what has no row yet, one run at a time, in a minute or two each. A run is "train.py FLAGS" with other
-logits, another trunk or other learning rates, as ARMS says.
+It trains what has no row yet, one run at a time, in a minute or two each. A run is "train.py FLAGS" with
+other logits, another trunk or other learning rates, as ARMS says.
 """
 import time
 from pathlib import Path
@@ -18,8 +18,9 @@ import train
 
 HERE = Path(__file__).parent
 CSV = HERE / 'arms.csv'
-FLAGS = ('--size=laptop --no-final_gain --batch_size=4 --block_size=32 --steps=8000 --device=cpu --dtype=float32 '
-         '--data=data/chars --log_every=100 --eval_every=0 --eval_tokens=16384 --test_tokens=131072')  # of sweep.sh
+FLAGS = ('--size=laptop --no-final_gain --batch_size=4 --block_size=32 --steps=8000 --data=data/chars '
+         '--device=cpu --dtype=float32 --log_every=100 --eval_every=0 --eval_tokens=16384 '
+         '--test_tokens=131072')  # of sweep.sh's demo, but for the log
 plain_head = model.head_logits
 plain_model = train.make_model
 
@@ -120,7 +121,8 @@ for mean in (200, 2800):
 for mean in (400, 1400, 100):
     ARMS[f'no drift, rounded at random at {mean}'] = (STILL, stochastic(mean), None)
 for times in (10, 100, 1000):
-    ARMS[f'SGD on E, {times} times the rate'] = (f'{BF16} --lr=1 --method=coupled_adam', None, sgd_on_E(times))
+    flags = f'{BF16} --lr=1 --method=coupled_adam'
+    ARMS[f'SGD on E, {times} times the rate'] = (flags, None, sgd_on_E(times))
 for beta2 in (0.99, 0.999):
     for dtype, flags in (('BF16', BF16), ('fp32', FP32)):
         ARMS[f'β2 {beta2}, {dtype}'] = (f'{flags} --lr=1 --beta2={beta2}', None, None)
@@ -128,7 +130,7 @@ for beta2 in (0.99, 0.999):
 
 @torch.no_grad()
 def measure(out, args):
-    """A finished run's test loss by the head that it was trained with, and by exact logits, and statistics."""
+    """A finished run's test loss by its own head and by exact logits, and statistics."""
     gpt, _ = train.make_model(args)
     gpt.load_state_dict(train.read_checkpoint(f'{out}/model.pt')['model'])
     seen = []  # the inputs of the last norm
@@ -167,7 +169,8 @@ def main():
             command = [*FLAGS.split(), *flags.split(), f'--seed={seed}', f'--out={out}']
             train.main(command)
             args = train.read_command(command)[0]
-            row = {'arm': arm, 'seed': seed, **measure(out, args), 'seconds': round(time.perf_counter() - begin)}
+            seconds = round(time.perf_counter() - begin)
+            row = {'arm': arm, 'seed': seed, **measure(out, args), 'seconds': seconds}
             rows = pd.DataFrame([row])
             if CSV.exists():
                 rows = pd.concat([pd.read_csv(CSV), rows])

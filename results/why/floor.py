@@ -4,16 +4,17 @@ The floor: the least loss of logits whose rounding errors are uniform and indepe
     python -m results.why.floor laptop-1=MODEL.pt
     python -m results.why.floor gpt2^3.6=MODEL.pt     # with p^b / sum p^b of a mean entropy of 3.6 nats
 
-The truth is p, the conditional distribution of a model with exact logits, at 256 test positions. If each logit l_i
-gets an error n_i, uniform in a range of width s, no l has a lower loss than
+The truth is p, the conditional distribution of a model with exact logits, at 256 test positions. If each
+logit l_i gets an error n_i, uniform in a range of width s, no l has a lower loss than
 
     floor = min over l of  E[log sum_i exp(l_i + n_i)] - sum_i p_i l_i - H(p),
 
-which gradient descent finds for each position. `own` is what the logits log p themselves lose in this way, and
-`differ` is 1 - sum_i p_i^2, the probability that two tokens drawn from p differ. All are means over the positions.
+which gradient descent finds for each position. `own` is what the logits log p themselves lose in this way,
+and `differ` is 1 - sum_i p_i^2, the probability that two tokens drawn from p differ. All are means over the
+positions.
 
-In floor.csv laptop-0.003 is out/why/no_drift-s1, laptop-1 is out/why/fp32_logits-s1, both of arms.py, and gpt2 is the
-ckpt.pt of step 300 of
+In floor.csv laptop-0.003 is out/why/no_drift-s1, laptop-1 is out/why/fp32_logits-s1, both of arms.py, and
+gpt2 is the ckpt.pt of step 300 of
 
     python train.py --size=tiny --steps=1000 --batch_size=4 --block_size=128 --device=cpu --data=data/gpt2
 """
@@ -88,23 +89,23 @@ def floor(log_p, sizes, s, steps=150):
     p = sizes * log_p.exp()
     H = entropy(log_p, sizes)
 
-    def loss(l, draws):
-        n = (torch.rand((draws, *l.shape), generator=generator) - 0.5) * s
+    def loss(logits, draws):
+        n = (torch.rand((draws, *logits.shape), generator=generator) - 0.5) * s
         drawn = sizes == 1
-        log_z = (l + sizes.log() + torch.where(drawn, n, cost_of(s))).logsumexp(dim=2)
-        target = (p * (l + torch.where(drawn, n, 0.0))).sum(dim=2)  # its mean is that of sum_i p_i l_i
+        log_z = (logits + sizes.log() + torch.where(drawn, n, cost_of(s))).logsumexp(dim=2)
+        target = (p * (logits + torch.where(drawn, n, 0.0))).sum(dim=2)  # its mean is that of sum_i p_i l_i
         return (log_z - target).mean(dim=0) - H
 
-    l = log_p.clamp_min(-30).clone().requires_grad_()
-    optimizer = torch.optim.Adam([l], lr=0.1)
+    logits = log_p.clamp_min(-30).clone().requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=0.1)
     for step in range(steps):
         optimizer.param_groups[0]['lr'] = 0.1 * (1 - step / steps) + 1e-3
         optimizer.zero_grad()
-        loss(l, 4).sum().backward()
+        loss(logits, 4).sum().backward()
         optimizer.step()
 
     with torch.no_grad():
-        return loss(l, 32), loss(log_p, 32)
+        return loss(logits, 32), loss(log_p, 32)
 
 
 def main(words):

@@ -24,7 +24,8 @@ def compare(arm, twin):
     """The runs of an arm by seed, with their harm: the test loss above that of the twin of the same seed."""
     runs = ARMS[ARMS.arm == arm].set_index('seed').sort_index()
     loss_of_twin = ARMS[ARMS.arm == twin].set_index('seed').test_loss
-    return runs.assign(harm=runs.test_loss - loss_of_twin, at_evaluation=runs.test_loss - runs.test_loss_exact)
+    at_evaluation = runs.test_loss - runs.test_loss_exact
+    return runs.assign(harm=runs.test_loss - loss_of_twin, at_evaluation=at_evaluation)
 
 
 def without_drift(name):
@@ -136,7 +137,8 @@ def print_numbers():
     every = pd.read_csv(HERE / 'floor.csv')
     print(every.assign(floor_over_c=every.floor / every.c, of_estimate=every.floor / every.c / every.differ))
     runs = ARMS[ARMS.arm.str.contains('trunk')]
-    print(runs[['arm', 'seed', 'test_loss', 'logit_mean', 'logit_mean_spread', 'row_norm', 'mean_share', 'x_norm']])
+    columns = 'arm seed test_loss logit_mean logit_mean_spread row_norm mean_share x_norm'.split()
+    print(runs[columns])
     for name, runs_by_spacing in (('nearest', NEAREST), ('stochastic', STOCHASTIC)):
         for s, runs in runs_by_spacing.items():
             over_floor = (runs.harm / FLOORS[SMALL].get(s)).round(2).tolist()
@@ -145,8 +147,8 @@ def print_numbers():
                   f"logits' std {runs.logit_std.mean():.1f}")
     authors = read_authors()
     ratio = authors.excess / authors.s.map(FLOORS[OF_AUTHORS])
-    print('authors, loss over floor:', ratio.groupby(authors.s).agg(['median', 'min', 'max', 'size']), sep='\n')
-    print(ARMS[ARMS.arm.str.contains('SGD|β2')].drop(columns=['logit_std', 'seconds']))
+    by_spacing = ratio.groupby(authors.s).agg(['median', 'min', 'max', 'size'])
+    print('authors, loss over floor:', by_spacing, sep='\n')
 
 
 if __name__ == '__main__':
