@@ -1,4 +1,4 @@
-"""README.md, tools/README.md, tools/adopt.md: the demo, commands, an added method, lines for loops."""
+"""README.md, tools/README.md, tools/adopt.md: commands, an added method, lines for loops."""
 import copy
 import functools
 import importlib
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from conftest import ENV, ROOT, finish
+from conftest import ROOT, finish
 from small_runs import ranks
 from test_facts import close, generator, normal, tiny_gpt, token_batch, train_steps
 
@@ -39,15 +39,6 @@ def test_adding_a_method(tmp_path, monkeypatch):
     exec((tmp_path / 'test_facts.py').read_text(), facts)
     facts['test_head_equation']('l2_logits')
     facts['test_model_equation']('l2_logits', False)
-
-
-def test_demo():
-    """README shows the runs of the demo."""
-    listed = subprocess.run(['bash', 'sweep.sh', 'demo'], cwd=ROOT, env={**ENV, 'DRY_RUN': '1'}, text=True,
-                            stdout=subprocess.PIPE)
-    runs = re.findall(r'--out=out/demo/(\S+)', listed.stdout)
-    shown = re.findall(r'^\[./4, ...\] (\S+): done', README, re.M)
-    assert sorted(shown) == sorted(runs) and len(runs) == 4  # in the order in which they end
 
 
 def test_commands():
