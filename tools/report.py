@@ -39,10 +39,10 @@ COLUMNS = {  # of the tables of runs, explained
     'r_cos': 'the largest |cos(e_i, h)| of a position, after centering over before',
     'r_log': 'the largest |logit|, after centering over before'}
 THEIRS = "of the authors' run with these settings, one seed"
-DECIDING = ['test_loss', 'logit_mean', 'bf16_cost', 'mu_norm', 'model_step']
-STATISTICS = ['logit_std', 'logit_absmax', 'cos_mu_h', 'r_emb', 'r_cos', 'r_log']
-BESIDE = ['test_loss', 'test_loss_of_theirs', 'mu_norm', 'mu_norm_of_theirs', 'logit_mean',
-          'logit_mean_of_theirs']
+DECIDING = 'test_loss logit_mean bf16_cost mu_norm model_step'.split()
+STATISTICS = 'logit_std logit_absmax cos_mu_h r_emb r_cos r_log'.split()
+BESIDE = '''test_loss test_loss_of_theirs mu_norm mu_norm_of_theirs logit_mean
+    logit_mean_of_theirs'''.split()
 PAPER_OVERHEAD = pd.read_csv(Path(__file__).with_name('paper_overhead.csv'))
 
 
@@ -391,7 +391,7 @@ def distribution_figures(runs, distributions):
 # -------- training curves
 def curve_figures(runs, curves):
     """A figure for each size, tying and learning rate, from curves.csv."""
-    columns = ['run', 'step', 'loss', 'val_loss', 'logit_mean', 'mu_norm']
+    columns = 'run step loss val_loss logit_mean mu_norm'.split()
     curves = curves.reindex(columns=columns)  # the log of a run that has just begun lacks some
     initial = curves.groupby('run').val_loss.transform('first')
     for column in ('loss', 'val_loss'):  # or a spike would flatten all else
