@@ -56,6 +56,20 @@ def inputs_alone(h, E, config):
     return h.bfloat16().float() @ E.bfloat16().float().T
 
 
+def planted(mean, dims):
+    """Logits with the errors of a product whose inputs alone are rounded, where `dims` dimensions of h and E are
+    larger by constants, so that the mean logit is larger by `mean`."""
+    def head(h, E, config):
+        constant = torch.zeros(h.shape[-1])
+        constant[:dims] = (h.shape[-1] / dims) ** 0.5  # with the norm of h
+        h_large = h.detach() + constant
+        E_large = E.detach() + constant * mean / h.shape[-1]
+        error = inputs_alone(h_large, E_large, config) - h_large @ E_large.T
+        logits = plain_head(h, E, config)
+        return straight_through(logits, logits + error)
+    return head
+
+
 # -------- learning rates and trunk
 def scaled(of_E, of_trunk):
     """The learning rate times `of_E` for E and times `of_trunk` for all else."""
@@ -123,9 +137,8 @@ for mean in (400, 1400, 100):
 for times in (10, 100, 1000):
     flags = f'{BF16} --lr=1 --method=coupled_adam'
     ARMS[f'SGD on E, {times} times the rate'] = (flags, None, sgd_on_E(times))
-for beta2 in (0.99, 0.999):
-    for dtype, flags in (('BF16', BF16), ('fp32', FP32)):
-        ARMS[f'β2 {beta2}, {dtype}'] = (f'{flags} --lr=1 --beta2={beta2}', None, None)
+for dims in (96, 2):
+    ARMS[f'no drift, inputs rounded at 1400 in {dims} dims'] = (STILL, planted(1400, dims), None)
 
 
 @torch.no_grad()
