@@ -132,7 +132,7 @@ ARMS['BF16 logits'] = (f'{BF16} --lr=1', None, None)
 ARMS['8 bits'] = (f'{FP32} --lr=1', nearest(8), None)
 for mean in (200, 2800):
     ARMS[f'no drift, rounded at {mean}'] = (STILL, nearest(8, mean), None)
-for mean in (400, 1400, 100):
+for mean in (400, 1400, 100, 200, 700, 2800):
     ARMS[f'no drift, rounded at random at {mean}'] = (STILL, stochastic(mean), None)
 for times in (10, 100, 1000):
     flags = f'{BF16} --lr=1 --method=coupled_adam'
