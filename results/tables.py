@@ -1,5 +1,6 @@
 """The tables of README.md, tools/adopt.md and results/, from the csv files: python -m results.tables"""
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,24 +20,64 @@ def read(name):
     return pd.read_csv(HERE / name)
 
 
-def markdown(header, lines):
-    """A table in Markdown, whose first column is text."""
-    rule = '---' + '|---:' * (len(header) - 1)
-    return '\n'.join(['|'.join(header), rule, *('|'.join(line) for line in lines)])
+# -------- what the tables of all pages share
+def number(x, digits):
+    """'-0.5', but never '-0'."""
+    text = f'{x:.{digits}f}'
+    return text.removeprefix('-') if float(text) == 0 else text
 
 
 def from_to(values, digits):
     """'1.00 to 1.03': the lowest and the highest."""
-    return f'{values.min() + 0:.{digits}f} to {values.max() + 0:.{digits}f}'
+    return f'{number(values.min(), digits)} to {number(values.max(), digits)}'
 
 
-def mean_and_range(values, digits):
-    """'2.10 [2.05, 2.20]': the mean, the lowest and the highest."""
-    numbers = [round(x, digits) + 0.0 for x in (values.mean(), values.min(), values.max())]  # no -0
-    mean, low, high = (f'{x:.{digits}f}' for x in numbers)
-    return f'{mean} [{low}, {high}]'
+def with_range(values, digits, middle='mean'):
+    """'2.10 [2.05, 2.20]' of several values, '2.10' of one."""
+    text = number(values.agg(middle), digits)
+    if len(values) > 1:
+        text += f' [{number(values.min(), digits)}, {number(values.max(), digits)}]'
+    return text
 
 
+def by_seed(rows, columns):
+    """Runs and {header: (column, digits)} -> a line for each arm, as '4.23, 4.68, 4.75' of its seeds."""
+    lines = {}
+    for arm, of_arm in rows.sort_values('seed', kind='stable').groupby('arm', sort=False):
+        cells = []
+        for column, digits in columns.values():
+            texts = [number(x, digits) for x in of_arm[column].dropna()]
+            cells.append(', '.join(texts))
+        lines[arm] = cells
+    return pd.DataFrame.from_dict(lines, 'index', columns=[*columns])
+
+
+def table(header, lines):
+    """Lines of texts as a DataFrame, whose first column is the index."""
+    return pd.DataFrame(lines, columns=header).set_index(header[0])
+
+
+def markdown(table):
+    """A DataFrame of texts as a table in Markdown."""
+    header = '|'.join([table.index.name or '|', *table.columns])  # '|' stands for an empty one
+    rule = '---' + '|---:' * len(table.columns)
+    return '\n'.join([header, rule, *('|'.join(line) for line in table.itertuples(name=None))])
+
+
+def with_tables(page, tables):
+    """The text of a page with what stands between <!-- NAME --> and <!-- end --> made anew."""
+    def made_anew(match):
+        return f'<!-- {match[1]} -->\n{markdown(tables[match[1]]())}\n<!-- end -->'
+    text = (ROOT / page).read_text(encoding='utf-8')
+    return re.sub(r'<!-- ([\w ]+) -->\n.*?<!-- end -->', made_anew, text, flags=re.S)
+
+
+def write(pages, tables):
+    for page in pages:
+        (ROOT / page).write_text(with_tables(page, tables), encoding='utf-8')
+
+
+# -------- README.md and tools/adopt.md
 def losses_of_authors():
     """Their test losses with the default λ: a row for each tying, rate and size, a column a method."""
     runs = read('authors/results.csv')
@@ -44,7 +85,6 @@ def losses_of_authors():
     return runs.pivot(index=['weight_tying', 'lr', 'size'], columns='method', values='test_loss')
 
 
-# -------- README.md and tools/adopt.md
 def lrs(tying):
     """Tables 2 and 5. Underlined: never over 1% above the best. Tied weight decay is the paper's."""
     rows = read('authors/lrs.csv')
@@ -66,7 +106,7 @@ def lrs(tying):
                 converged = row.converged == 1
             cells.append(f'<ins>{value:.3f}</ins>' if converged else f'{value:.3f}')
         lines.append([name, *cells])
-    return markdown([tying, *SIZES], lines)
+    return table([tying, *SIZES], lines)
 
 
 def gains():
@@ -78,7 +118,7 @@ def gains():
             gain = losses.baseline - losses[method]
             parts = [gain.loc[:0.01], gain.loc[0.03], gain.loc[0.1], gain.loc[0.3]]
             lines.append([f'{NAMES[method]}, {tying}', *(from_to(part, 3) for part in parts)])
-    return markdown(['gain in nats at', 'up to 0.01', '0.03', '0.1', '0.3'], lines)
+    return table(['gain in nats at', 'up to 0.01', '0.03', '0.1', '0.3'], lines)
 
 
 # -------- results/authors
@@ -93,7 +133,7 @@ def norms_with_decay():
     rates = np.array([*ratios.groups])
     decay = 1e-4 * 50_000 * rates  # λ times the sum of η over 100,000 steps, half of them at the peak
     left = (1 - np.exp(-decay)) / decay
-    return markdown(['η', *(f'{rate:g}' for rate in rates)],
+    return table(['η', *(f'{rate:g}' for rate in rates)],
                     [['theirs', *theirs], ["AdamW's would leave", *(f'{x:.2f}' for x in left)]])
 
 
@@ -101,9 +141,9 @@ def decays():
     """This project's runs with Eq. 2 and with AdamW's decay: means over three seeds."""
     lines = []
     for (lr, method), rows in read('authors/decays.csv').groupby(['lr', 'method']):
-        cells = [mean_and_range(rows[name], 2) for name in ('mu_norm', 'test_loss')]
+        cells = [with_range(rows[name], 2) for name in ('mu_norm', 'test_loss')]
         lines.append([f'{lr:g}', f'`{method}`', *cells])
-    return markdown(['η', 'method', '‖μ‖', 'test loss'], lines)
+    return table(['η', 'method', '‖μ‖', 'test loss'], lines)
 
 
 def parity():
@@ -112,7 +152,7 @@ def parity():
     columns = ['first weights', 'loss', 'objective', 'gradients', 'after 5 steps']
     largest = rows.groupby('rope')[columns].max()
     lines = [[rope, *(f'{x:.1g}' for x in row)] for rope, *row in largest.itertuples()]
-    return markdown(["RoPE's angles", 'first weights', 'loss', 'with regulariser', 'gradients',
+    return table(["RoPE's angles", 'first weights', 'loss', 'with regulariser', 'gradients',
                      'after 5 steps'], lines)
 
 
@@ -128,9 +168,8 @@ def mean_logit():
         label = str(low) if low else 'below 64'
         step = f'{(low or 32) / 128:g}' + ('' if low else ' or less')
         c = cost(low or 63)
-        text = f'{lost.median():.3f} [{lost.min():.3f}, {lost.max():.3f}]'
-        lines.append([label, step, f'{c:.2g}', text, str(len(lost))])
-    return markdown(['mean logit from', 'logits are multiples of', 'c, nats',
+        lines.append([label, step, f'{c:.2g}', with_range(lost, 3, 'median'), str(len(lost))])
+    return table(['mean logit from', 'logits are multiples of', 'c, nats',
                      "the authors' runs lose: median [lowest, highest]", 'runs'], lines)
 
 
@@ -159,29 +198,22 @@ def speed():
         lines.append([f'{row.size}, {name}', 'H200', row.commit, f'{row.ms:g}',
                       f'{row.time_over_baseline:.3f}', theirs, f'{row.tflops:.0f}', f'{row.mib:,.0f}'])
     header = ['size, code', 'card', 'commit', 'ms', '/ baseline', "the authors'", 'TFLOP/s', 'MiB']
-    return markdown(header, lines)
+    return table(header, lines)
 
 
+PAGES = ['README.md', 'tools/adopt.md', 'results/authors/README.md', 'results/mean_logit/README.md',
+         'results/speed/README.md']
 TABLES = {
-    'README.md': {'lrs untied': lambda: lrs('untied')},
-    'tools/adopt.md': {'gains': gains},
-    'results/authors/README.md': {'lrs tied': lambda: lrs('tied'), 'norms': norms_with_decay,
-                                  'decays': decays, 'parity': parity},
-    'results/mean_logit/README.md': {'mean_logit': mean_logit},
-    'results/speed/README.md': {'speed': speed},
+    'lrs untied': lambda: lrs('untied'),
+    'lrs tied': lambda: lrs('tied'),
+    'gains': gains,
+    'norms': norms_with_decay,
+    'decays': decays,
+    'parity': parity,
+    'mean_logit': mean_logit,
+    'speed': speed,
 }
 
 
-def with_tables(page):
-    """The text of a page with what stands between <!-- NAME --> and <!-- end --> made anew."""
-    text = (ROOT / page).read_text(encoding='utf-8')
-    for name, table in TABLES[page].items():
-        before, rest = text.split(f'<!-- {name} -->\n')
-        _, after = rest.split('<!-- end -->', maxsplit=1)
-        text = f'{before}<!-- {name} -->\n{table()}\n<!-- end -->{after}'
-    return text
-
-
 if __name__ == '__main__':
-    for page in TABLES:
-        (ROOT / page).write_text(with_tables(page), encoding='utf-8')
+    write(PAGES, TABLES)

@@ -12,14 +12,20 @@ NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / 1000) for i in range(1000)])
 LOOKS = {'tied baseline': '^C1', 'λ = 1e-7': 'DC2', 'untied baseline': 'oC3'}  # kinds of runs
 
 
+def spacing(x, bits=8):
+    """The distance s of neighbouring numbers of so many significant bits at x."""
+    return 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 1e-3))) + 1 - bits)
+
+
+def cost_of_spacing(s):
+    """What errors that are uniform in a range of width s, and independent, cost in nats."""
+    return np.log(np.sinh(s / 2) / (s / 2))
+
+
 def cost(mean, spread=0.0, bits=8):
-    """
-    What rounding logits to so many bits costs, in nats, if its errors are uniform and independent:
-    log(sinh(s/2) / (s/2)), for mean logits that are N(mean, spread).
-    """
-    m = np.abs(np.asarray(mean)[..., None] + np.asarray(spread)[..., None] * NORMAL)
-    half = 2.0 ** (np.floor(np.log2(np.maximum(m, 1e-3))) - bits)  # s/2, s neighbours' distance
-    return np.log(np.sinh(half) / half).mean(axis=-1)
+    """c: what rounding logits to so many bits costs, for mean logits that are N(mean, spread)."""
+    means = np.asarray(mean)[..., None] + np.asarray(spread)[..., None] * NORMAL
+    return cost_of_spacing(spacing(means, bits)).mean(axis=-1)
 
 
 def read_runs():

@@ -44,15 +44,15 @@ def random_scale(h, E, config):
 
 
 # -------- optimizers
-def momentum_step(E, optimizer):
-    """AdamW's step for all parameters but E, which SGD with momentum moves, at the same rate."""
+def momentum_step(E, optimizer, times=1):
+    """AdamW's step for all parameters but E, which SGD with momentum moves, at `times` the rate."""
     before = E.clone()
     optimizer.step()
 
     group = optimizer.param_groups[0]
     state = optimizer.state[E]
     momentum = state['exp_avg'] / (1 - group['betas'][0] ** state['step'])
-    E.copy_(before - group['lr'] * momentum)
+    E.copy_(before - times * group['lr'] * momentum)
 
 
 def token_frequencies(data, vocab_size):

@@ -1,14 +1,14 @@
 """The tables, figures and numbers of these pages: python -m results.natural.page"""
-import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
 
 from results.mean_logit.mean_logit import cost, read_runs
+from results.tables import by_seed, from_to, number, with_range, write
 
 HERE = Path(__file__).parent
-PAGES = ['README.md', 'cause.md', 'gain.md', 'more.md']
+PAGES = [f'results/natural/{name}.md' for name in ('README', 'cause', 'gain', 'more')]
 METHODS = {  # of the grids, in the paper's order
     'baseline': 'baseline',
     'fp32 logits': 'baseline, fp32 logits',
@@ -46,41 +46,6 @@ def read_gain(table):
 
 
 # -------- the tables
-def number(x, digits):
-    """'-0.5', but never '-0'."""
-    text = f'{x:.{digits}f}'
-    return text.removeprefix('-') if float(text) == 0 else text
-
-
-def by_seed(rows, columns):
-    """
-    Runs and {header: (column, digits)} -> a line for each arm, as '4.23, 4.68, 4.75' of its seeds.
-    """
-    lines = {}
-    for arm, of_arm in rows.sort_values('seed', kind='stable').groupby('arm', sort=False):
-        cells = []
-        for column, digits in columns.values():
-            texts = [number(x, digits) for x in of_arm[column].dropna()]
-            cells.append(', '.join(texts))
-        lines[arm] = cells
-    return pd.DataFrame.from_dict(lines, 'index', columns=[*columns])
-
-
-def with_range(values, digits, middle='mean'):
-    """'2.10 [2.05, 2.20]' of several values, '2.10' of one."""
-    text = number(values.agg(middle), digits)
-    if len(values) > 1:
-        text += f' [{number(values.min(), digits)}, {number(values.max(), digits)}]'
-    return text
-
-
-def markdown(table):
-    """A DataFrame of texts as a table in Markdown."""
-    header = '|'.join([table.index.name or '|', *table.columns])  # '|' stands for an empty one
-    rule = '---' + '|---:' * len(table.columns)
-    return '\n'.join([header, rule, *('|'.join(line) for line in table.itertuples(name=None))])
-
-
 def rule_table():
     """What BF16 logits cost by the size of the mean logit: c, these pairs, the authors' runs."""
     pairs = pd.read_csv(HERE / 'rule.csv')
@@ -238,13 +203,6 @@ TABLES = {
 }
 
 
-def with_tables(text):
-    """A page with what stands between <!-- NAME --> and <!-- end --> replaced by that table."""
-    def table(match):
-        return f'<!-- {match[1]} -->\n{markdown(TABLES[match[1]]())}\n<!-- end -->'
-    return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', table, text, flags=re.S)
-
-
 # -------- the figures
 RED, BLACK, ORANGE, GREEN = '#FF2C00', 'black', '#FF9500', '#00B945'
 OF_GRID = {'baseline': RED, 'baseline, fp32 logits': BLACK, 'μ-loss, λ = 0.1': ORANGE,
@@ -339,11 +297,6 @@ def draw_slow_gain():
 
 
 # -------- the numbers of the texts
-def span(values, digits=2):
-    """'1.35 to 1.51': the lowest and the highest."""
-    return f'{number(values.min(), digits)} to {number(values.max(), digits)}'
-
-
 def above(arm, rows, index='seed'):
     """Test losses minus those of `arm`, a column for each arm."""
     losses = rows.pivot(index=index, columns='arm', values='test_loss')
@@ -361,7 +314,7 @@ def print_numbers():
     print(f'{len(inputs)} norms before the last norm: {min(inputs):.0e} to {max(inputs):.0e}')
     runs = pd.concat([grid[(grid.arm == 'baseline') & (grid.lr == 0.3)],
                       cause[cause.arm == 'BF16 logits']])
-    print('spread of the mean logit over it:', span(runs.logit_mean_spread / runs.logit_mean, 4))
+    print('spread of the mean logit over it:', from_to(runs.logit_mean_spread / runs.logit_mean, 4))
     theirs = authors[(authors.method == 'baseline') & (authors.logit_mean.abs() >= 64)]
     spread = theirs.logit_mean_spread / theirs.logit_mean.abs()
     print(f"of the authors' {len(spread)} baselines: median {spread.median():.2f}")
@@ -389,9 +342,9 @@ def print_numbers():
     gains = gain[gain.final_gain].filter(regex='gain_[1-4]')
     carry = shares.shift(axis=1, fill_value=0) < 0.99  # dimensions up to 99% of the energy
     print('dimensions:', carry.sum(axis=1).value_counts().to_dict(),
-          'their gains:', span(gains.where(carry.to_numpy()).stack(), 4))
+          'their gains:', from_to(gains.where(carry.to_numpy()).stack(), 4))
     few = gain[gain.final_gain & (gain.batch_size == 4)]
-    print('128 tokens, with a gain, ‖μ‖:', span(few.mu_norm, 0))
+    print('128 tokens, with a gain, ‖μ‖:', from_to(few.mu_norm, 0))
     gain['arm'] = gain.final_gain.map({True: 'with a gain', False: 'without'})
     print(above('with a gain', gain, ['batch_size', 'seed']))
     twin = grid[(grid.arm == 'baseline, fp32 logits') & (grid.lr == 0.3) & (grid.seed == 1)]
@@ -403,7 +356,7 @@ def print_numbers():
     in_bytes = rare[rare.arm.str.startswith('bytes')]
     print('rare rows, above the baseline:', above('bytes baseline', in_bytes).T, sep='\n')
     print('above fp32 logits:', above('bytes fp32 logits', in_bytes).T, sep='\n')
-    print('μ-centering, rounding:', span(rare[rare.arm == 'bytes μ-centering'].bf16_cost))
+    print('μ-centering, rounding:', from_to(rare[rare.arm == 'bytes μ-centering'].bf16_cost, 2))
     weighted = rare[rare.seed == 1].set_index('arm').logit_mean_f
     for rows in (96, 128, 256, 640):
         left = weighted[f'{rows} rows μ-centering'] / weighted[f'{rows} rows baseline']
@@ -419,12 +372,11 @@ def print_numbers():
     print('at 0.3:', decay[decay.arm == 'decay'][['lr', 'seed', 'logit_mean']], sep='\n')
     theirs = authors[(authors.lr == 0.003) & (authors.weight_tying == 0)]
     theirs = theirs.pivot_table(index='size', columns='method', values='test_loss')
-    print("the authors' weight decay:", span(theirs.weight_decay - theirs.baseline, 3))
+    print("the authors' weight decay:", from_to(theirs.weight_decay - theirs.baseline, 3))
 
 
 if __name__ == '__main__':
-    for page in (HERE / name for name in PAGES):
-        page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
+    write(PAGES, TABLES)
     draw_grid()
     draw_cause()
     draw_gain()

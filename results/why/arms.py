@@ -7,6 +7,7 @@ It trains what has no row yet, one run at a time, in a minute or two each. A run
 other logits, another trunk or other learning rates, as ARMS says.
 """
 import time
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 import model
 import train
+from results.natural.arms import momentum_step
 
 HERE = Path(__file__).parent
 CSV = HERE / 'arms.csv'
@@ -57,8 +59,10 @@ def inputs_alone(h, E, config):
 
 
 def planted(mean, dims):
-    """Logits with the errors of a product whose inputs alone are rounded, where `dims` dimensions of h and E are
-    larger by constants, so that the mean logit is larger by `mean`."""
+    """
+    Logits with the errors of a product whose inputs alone are rounded, if constants in `dims` dimensions
+    of h and E made the mean logit larger by `mean`.
+    """
     def head(h, E, config):
         constant = torch.zeros(h.shape[-1])
         constant[:dims] = (h.shape[-1] / dims) ** 0.5  # with the norm of h
@@ -99,17 +103,8 @@ def bounded_trunk(args):
 def sgd_on_E(times):
     """E by SGD with Adam's momentum, at `times` the learning rate; all else by AdamW."""
     def make_model(args):
-        gpt, optimizer = plain_model(args)
-
-        def coupled_adam_step(E, optimizer):
-            before = E.clone()
-            optimizer.step()
-            group = optimizer.param_groups[0]
-            state = optimizer.state[E]
-            m_hat = state['exp_avg'] / (1 - group['betas'][0] ** state['step'])
-            E.copy_(before - times * group['lr'] * m_hat)
-        train.coupled_adam_step = coupled_adam_step
-        return gpt, optimizer
+        train.coupled_adam_step = partial(momentum_step, times=times)
+        return plain_model(args)
     return make_model
 
 

@@ -27,6 +27,7 @@ import torch
 
 import train
 from model import GPT, gpt_config
+from results.mean_logit.mean_logit import cost_of_spacing
 
 HERE = Path(__file__).parent
 SPACINGS = (0.5, 1, 2, 4, 8, 16)
@@ -78,11 +79,6 @@ def rescale(log_p, sizes, target):
     return scaled
 
 
-def cost_of(s):
-    """c = log(sinh(s/2) / (s/2)), the log of the mean of e^n."""
-    return math.log(math.sinh(s / 2) / (s / 2))
-
-
 def floor(log_p, sizes, s, steps=150):
     """log p (N, K), sizes (K,) -> the floor and the own cost of each position, (N,) each."""
     generator = torch.Generator().manual_seed(2)
@@ -92,7 +88,7 @@ def floor(log_p, sizes, s, steps=150):
     def loss(logits, draws):
         n = (torch.rand((draws, *logits.shape), generator=generator) - 0.5) * s
         drawn = sizes == 1
-        log_z = (logits + sizes.log() + torch.where(drawn, n, cost_of(s))).logsumexp(dim=2)
+        log_z = (logits + sizes.log() + torch.where(drawn, n, cost_of_spacing(s))).logsumexp(dim=2)
         target = (p * (logits + torch.where(drawn, n, 0.0))).sum(dim=2)  # its mean is that of sum_i p_i l_i
         return (log_z - target).mean(dim=0) - H
 
@@ -119,8 +115,9 @@ def main(words):
         for s in SPACINGS:
             floors, own = floor(log_p, sizes, s)
             row = {'model': name, 'entropy': H.mean().item(), 'entropy_std': H.std().item(),
-                   'differ': differ.mean().item(), 's': s, 'c': cost_of(s), 'floor': floors.mean().item(),
-                   'own': own.mean().item(), 'floor_error': floors.std().item() / len(floors) ** 0.5}
+                   'differ': differ.mean().item(), 's': s, 'c': cost_of_spacing(s),
+                   'floor': floors.mean().item(), 'own': own.mean().item(),
+                   'floor_error': floors.std().item() / len(floors) ** 0.5}
             rows = pd.DataFrame([row])
             if (HERE / 'floor.csv').exists():
                 rows = pd.concat([pd.read_csv(HERE / 'floor.csv'), rows])

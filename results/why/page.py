@@ -6,8 +6,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from results.mean_logit.mean_logit import cost, read_runs
-from results.natural.page import markdown
+from results.mean_logit.mean_logit import cost, cost_of_spacing, read_runs, spacing
+from results.tables import by_seed, write
 
 HERE = Path(__file__).parent
 ARMS = pd.read_csv(HERE / 'arms.csv')
@@ -15,17 +15,11 @@ FLOORS = pd.read_csv(HERE / 'floor.csv').pivot(index='s', columns='model', value
 SMALL, OF_AUTHORS = 'laptop-0.003', 'gpt2^3.6'  # whose p
 
 
-def spacing(mean, bits=8):
-    """The distance of neighbouring numbers of `bits` significant bits around a mean logit."""
-    return 2.0 ** (np.floor(np.log2(np.abs(mean))) + 1 - bits)
-
-
 def compare(arm, twin):
     """The runs of an arm by seed, with their harm: the test loss above that of the twin of the same seed."""
-    runs = ARMS[ARMS.arm == arm].set_index('seed').sort_index()
-    loss_of_twin = ARMS[ARMS.arm == twin].set_index('seed').test_loss
-    at_evaluation = runs.test_loss - runs.test_loss_exact
-    return runs.assign(harm=runs.test_loss - loss_of_twin, at_evaluation=at_evaluation)
+    runs = ARMS[ARMS.arm == arm].merge(ARMS[ARMS.arm == twin], on='seed', suffixes=('', '_of_twin'))
+    return runs.sort_values('seed').assign(harm=runs.test_loss - runs.test_loss_of_twin,
+                                           at_evaluation=runs.test_loss - runs.test_loss_exact)
 
 
 def without_drift(name):
@@ -50,58 +44,45 @@ STOCHASTIC = without_drift('no drift, rounded at random at')
 
 
 # -------- the tables
-def by_seed(values, digits):
-    return ', '.join(f'{x:.{digits}f}' for x in values)
-
-
 def harm_table():
     authors = read_authors().groupby('s').excess.agg(['median', 'size'])
-    lines = []
+    lines = {}
     for s, floors in FLOORS.iterrows():
-        line = {'s': f'{s:g}', 'c': f'{cost(s * 128):#.2g}', 'floor': f'{floors[SMALL]:#.2g}', 'harm': '',
-                'at random': '', 'GPT-2 tokens: floor': f'{floors[OF_AUTHORS]:#.2g}', 'the authors': ''}
-        if s in NEAREST:
-            line['harm'] = by_seed(NEAREST[s].harm, 3 if s < 4 else 2)
-        if s in STOCHASTIC:
-            line['at random'] = by_seed(STOCHASTIC[s].harm, 3 if s < 4 else 2)
-        if s in authors.index:
-            line['the authors'] = f'{authors["median"][s]:#.2g} ({authors["size"][s]})'
-        lines.append(line)
-    return pd.DataFrame(lines).set_index('s')
+        digits = 3 if s < 4 else 2
+        cells = [f'{cost_of_spacing(s):#.2g}', f'{floors[SMALL]:#.2g}']
+        for runs in (NEAREST[s], STOCHASTIC[s]):
+            cells.append(', '.join(f'{x:.{digits}f}' for x in runs.harm))
+        cells.append(f'{floors[OF_AUTHORS]:#.2g}')
+        cells.append(f'{authors["median"][s]:#.2g} ({authors["size"][s]})' if s in authors.index else '')
+        lines[f'{s:g}'] = cells
+    header = ['c', 'floor', 'harm', 'at random', 'GPT-2 tokens: floor', 'the authors']
+    return pd.DataFrame.from_dict(lines, 'index', columns=header).rename_axis('s')
 
 
 def bits_table():
-    lines = []
-    for arm in ('7 bits', '8 bits', '9 bits', '11 bits', 'inputs rounded alone', 'BF16 logits'):
-        runs = compare(arm, 'fp32 logits')
-        line = {'at a rate of 1': arm, 'mean logit': by_seed(runs.logit_mean, 0), 'c': '',
-                'harm': by_seed(runs.harm, 2)}
-        if 'inputs' not in arm:
-            bits = int(arm.split()[0]) if 'bits' in arm else 8
-            line['c'] = by_seed(cost(runs.logit_mean, runs.logit_mean_spread, bits), 2)
-        lines.append(line)
-    return pd.DataFrame(lines).set_index('at a rate of 1')
+    """Products of several bits, at a rate of 1."""
+    bits = {'7 bits': 7, '8 bits': 8, '9 bits': 9, '11 bits': 11, 'inputs rounded alone': None,
+            'BF16 logits': 8}
+    rows = pd.concat([compare(arm, 'fp32 logits') for arm in bits])
+    for arm, n in bits.items():
+        if n:
+            runs = rows[rows.arm == arm]
+            rows.loc[rows.arm == arm, 'c'] = cost(runs.logit_mean, runs.logit_mean_spread, n)
+    table = by_seed(rows, {'mean logit': ('logit_mean', 0), 'c': ('c', 2), 'harm': ('harm', 2)})
+    return table.rename_axis('at a rate of 1')
 
 
 def rates_table():
-    lines = []
-    for arm in ('E at 1, trunk at 0.003', 'E at 0.003, trunk at 1', 'bounded trunk'):
-        twin = f'{arm}, fp32'
-        runs = compare(f'{arm}, BF16', twin)
-        lines.append({'rate of': arm, 'mean logit': by_seed(runs.logit_mean, 0),
-                      'with fp32 logits': by_seed(compare(twin, twin).logit_mean, 0),
-                      'harm': by_seed(runs.harm, 2)})
-    return pd.DataFrame(lines).set_index('rate of')
+    """Which parameters have the large learning rate."""
+    arms = ('E at 1, trunk at 0.003', 'E at 0.003, trunk at 1', 'bounded trunk')
+    rows = [compare(f'{arm}, BF16', f'{arm}, fp32').assign(arm=arm) for arm in arms]
+    table = by_seed(pd.concat(rows), {
+        'mean logit': ('logit_mean', 0), 'with fp32 logits': ('logit_mean_of_twin', 0), 'harm': ('harm', 2)})
+    return table.rename_axis('rate of')
 
 
+PAGES = ['results/why/README.md']
 TABLES = {'harm': harm_table, 'bits': bits_table, 'rates': rates_table}
-
-
-def with_tables(text):
-    """A page with what stands between <!-- NAME --> and <!-- end --> replaced by that table."""
-    def table(match):
-        return f'<!-- {match[1]} -->\n{markdown(TABLES[match[1]]())}\n<!-- end -->'
-    return re.sub(r'<!-- (\w+) -->\n.*?<!-- end -->', table, text, flags=re.S)
 
 
 # -------- the figure and other numbers
@@ -109,7 +90,7 @@ def draw():
     """Harm against the spacing of the logits."""
     figure, ax = plt.subplots(figsize=(7.5, 4.8), layout='constrained')
     s = np.geomspace(0.45, 18)
-    ax.plot(s, np.log(np.sinh(s / 2) / (s / 2)), 'k--', linewidth=1, label='c')
+    ax.plot(s, cost_of_spacing(s), 'k--', linewidth=1, label='c')
     for model, color, name in ((SMALL, 'C0', 'small model at 0.003'), ('laptop-1', 'C1', 'small model at 1'),
                                (OF_AUTHORS, 'C3', 'GPT-2 tokens, 3.6 nats')):
         ax.plot(FLOORS.index, FLOORS[model], color, linewidth=1, label=f'floor: {name}')
@@ -152,7 +133,6 @@ def print_numbers():
 
 
 if __name__ == '__main__':
-    page = HERE / 'README.md'
-    page.write_text(with_tables(page.read_text(encoding='utf-8')), encoding='utf-8')
+    write(PAGES, TABLES)
     draw()
     print_numbers()
