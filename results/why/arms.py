@@ -108,32 +108,30 @@ def sgd_on_E(times):
     return make_model
 
 
-# -------- the arms: (flags, the head or None, make_model or None), for each seed
-FP32 = '--logits_dtype=float32'
-BF16 = '--logits_dtype=bfloat16'
-STILL = f'{FP32} --method=mu_centering --lr=3e-3'  # nothing drifts
-ARMS = {'no drift': (STILL, None, None)}
-for mean in (1400, 400, 700, 100):
-    ARMS[f'no drift, rounded at {mean}'] = (STILL, nearest(8, mean), None)
-ARMS['fp32 logits'] = (f'{FP32} --lr=1', None, None)
-for bits in (7, 9, 11):
-    ARMS[f'{bits} bits'] = (f'{FP32} --lr=1', nearest(bits), None)
-for dtype, flags in (('BF16', BF16), ('fp32', FP32)):
-    ARMS[f'E at 1, trunk at 0.003, {dtype}'] = (f'{flags} --lr=1', None, scaled(1, 0.003))
-    ARMS[f'E at 0.003, trunk at 1, {dtype}'] = (f'{flags} --lr=1', None, scaled(0.003, 1))
-    ARMS[f'bounded trunk, {dtype}'] = (f'{flags} --lr=1', None, bounded_trunk)
-ARMS['inputs rounded alone'] = (f'{FP32} --lr=1', inputs_alone, None)
-ARMS['BF16 logits'] = (f'{BF16} --lr=1', None, None)
-ARMS['8 bits'] = (f'{FP32} --lr=1', nearest(8), None)
-for mean in (200, 2800):
-    ARMS[f'no drift, rounded at {mean}'] = (STILL, nearest(8, mean), None)
-for mean in (400, 1400, 100, 200, 700, 2800):
-    ARMS[f'no drift, rounded at random at {mean}'] = (STILL, stochastic(mean), None)
-for times in (10, 100, 1000):
-    flags = f'{BF16} --lr=1 --method=coupled_adam'
-    ARMS[f'SGD on E, {times} times the rate'] = (flags, None, sgd_on_E(times))
+# -------- the arms: flags, head and make_model
+FP32 = '--lr=1 --logits_dtype=float32'
+BF16 = '--lr=1 --logits_dtype=bfloat16'
+STILL = '--lr=3e-3 --logits_dtype=float32 --method=mu_centering'  # nothing drifts
+ARMS = {
+    'no drift': (STILL, plain_head, plain_model),
+    'fp32 logits': (FP32, plain_head, plain_model),
+    'BF16 logits': (BF16, plain_head, plain_model),
+    'inputs rounded alone': (FP32, inputs_alone, plain_model),
+}
+for mean in (100, 200, 400, 700, 1400, 2800):
+    ARMS[f'no drift, rounded at {mean}'] = (STILL, nearest(8, mean), plain_model)
+    ARMS[f'no drift, rounded at random at {mean}'] = (STILL, stochastic(mean), plain_model)
 for dims in (96, 2):
-    ARMS[f'no drift, inputs rounded at 1400 in {dims} dims'] = (STILL, planted(1400, dims), None)
+    ARMS[f'no drift, inputs rounded at 1400 in {dims} dims'] = (STILL, planted(1400, dims), plain_model)
+for bits in (7, 8, 9, 11):
+    ARMS[f'{bits} bits'] = (FP32, nearest(bits), plain_model)
+for dtype, flags in (('BF16', BF16), ('fp32', FP32)):
+    ARMS[f'E at 1, trunk at 0.003, {dtype}'] = (flags, plain_head, scaled(1, 0.003))
+    ARMS[f'E at 0.003, trunk at 1, {dtype}'] = (flags, plain_head, scaled(0.003, 1))
+    ARMS[f'bounded trunk, {dtype}'] = (flags, plain_head, bounded_trunk)
+for times in (10, 100, 1000):
+    flags = f'{BF16} --method=coupled_adam'
+    ARMS[f'SGD on E, {times} times the rate'] = (flags, plain_head, sgd_on_E(times))
 
 
 @torch.no_grad()
@@ -172,8 +170,8 @@ def main():
                 continue
             begin = time.perf_counter()
             out = f'out/why/{arm.replace(" ", "_").replace(",", "")}-s{seed}'
-            model.head_logits = head or plain_head
-            train.make_model = make_model or plain_model
+            model.head_logits = head
+            train.make_model = make_model
             command = [*FLAGS.split(), *flags.split(), f'--seed={seed}', f'--out={out}']
             train.main(command)
             args = train.read_command(command)[0]
