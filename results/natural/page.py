@@ -8,6 +8,7 @@ from results.mean_logit.mean_logit import cost, read_runs
 from results.tables import by_seed, from_to, number, with_range, write
 
 HERE = Path(__file__).parent
+AUTHORS = pd.read_csv(HERE.parent / 'authors/results.csv')
 PAGES = [f'results/natural/{name}.md' for name in ('README', 'cause', 'gain', 'more')]
 METHODS = {  # of the grids, in the paper's order
     'baseline': 'baseline',
@@ -303,48 +304,53 @@ def above(arm, rows, index='seed'):
     return losses.sub(losses[arm], axis=0).round(3)
 
 
-def print_numbers():
-    pd.set_option('display.width', 250, 'display.max_columns', 20)
-    grid, quick = read_grid('grid'), read_grid('quick')
-    cause, gain, rare, takes = read('cause'), read_gain('gain'), read('rare'), read('takes')
-    authors = pd.read_csv(HERE.parent / 'authors/results.csv')
+def of_readme():
+    grid, cause = read_grid('grid'), read('cause')
+    norms = pd.concat([read_gain('gain').x_norm, read_gain('slow_gain').x_norm])
+    print(f'{len(norms)} norms before the last norm: {min(norms):.0e} to {max(norms):.0e}')
 
-    print('\nREADME.md')
-    inputs = pd.concat([gain.x_norm, read_gain('slow_gain').x_norm])
-    print(f'{len(inputs)} norms before the last norm: {min(inputs):.0e} to {max(inputs):.0e}')
-    runs = pd.concat([grid[(grid.arm == 'baseline') & (grid.lr == 0.3)],
-                      cause[cause.arm == 'BF16 logits']])
+    at_03 = grid[(grid.arm == 'baseline') & (grid.lr == 0.3)]
+    runs = pd.concat([at_03, cause[cause.arm == 'BF16 logits']])
     print('spread of the mean logit over it:', from_to(runs.logit_mean_spread / runs.logit_mean, 4))
-    theirs = authors[(authors.method == 'baseline') & (authors.logit_mean.abs() >= 64)]
+    theirs = AUTHORS[(AUTHORS.method == 'baseline') & (AUTHORS.logit_mean.abs() >= 64)]
     spread = theirs.logit_mean_spread / theirs.logit_mean.abs()
     print(f"of the authors' {len(spread)} baselines: median {spread.median():.2f}")
+
     weak = read('quick').query('method == "mu_loss" and lam == 1e-4 and lr == 1')
     print('mean logit of μ-loss with λ = 1e-4:', *weak.logit_mean.round())
     print('test loss above the baseline:', above('baseline', grid, ['lr', 'seed']), sep='\n')
-    print('at 0.3, above fp32 logits:',
-          above('baseline, fp32 logits', grid[grid.lr == 0.3]), sep='\n')
+    grid = grid[grid.lr == 0.3]
+    print('at 0.3, above fp32 logits:', above('baseline, fp32 logits', grid), sep='\n')
 
-    print('\ncause.md')
+
+def of_cause():
+    cause, grid, takes = read('cause'), read_grid('grid'), read('takes')
     print('above fp32 logits:', above('fp32 logits', cause), sep='\n')
     norms = cause.mu_norm / cause.mean_share ** 0.5  # roots of the mean square of the rows' norms
     cause = cause.assign(row_norm=norms)
     print(cause[cause.seed == 1][['arm', 'row_norm', 'mean_share']])
-    print('at 0.1:', grid[(grid.lr == 0.1) & grid.arm.isin(['z-loss', 'baseline'])][
-        ['arm', 'seed', 'mu_norm', 'test_loss']], sep='\n')
+
+    grid = grid[(grid.lr == 0.1) & grid.arm.isin(['z-loss', 'baseline'])]
+    print('at 0.1:', grid[['arm', 'seed', 'mu_norm', 'test_loss']], sep='\n')
     print('at 0.3:', read('cause_0.3')[['arm', 'mu_norm', 'test_loss']], sep='\n')
+
     takes['twin'] = takes.arm.str.endswith(' fp32')
     takes['what'] = takes.arm.str.removesuffix(' fp32')
     losses = takes.pivot(index='what', columns='twin', values='test_loss')
     print('harm, by what is changed:', losses[False] - losses[True], sep='\n')
 
-    print('\ngain.md')
-    shares = gain[gain.final_gain].filter(regex='share_').cumsum(axis=1)
-    gains = gain[gain.final_gain].filter(regex='gain_[1-4]')
+
+def of_gain():
+    gain, grid = read_gain('gain'), read_grid('grid')
+    with_gain = gain[gain.final_gain]
+    shares = with_gain.filter(regex='share_').cumsum(axis=1)
+    gains = with_gain.filter(regex='gain_[1-4]')
     carry = shares.shift(axis=1, fill_value=0) < 0.99  # dimensions up to 99% of the energy
     print('dimensions:', carry.sum(axis=1).value_counts().to_dict(),
           'their gains:', from_to(gains.where(carry.to_numpy()).stack(), 4))
-    few = gain[gain.final_gain & (gain.batch_size == 4)]
+    few = with_gain[with_gain.batch_size == 4]
     print('128 tokens, with a gain, ‖μ‖:', from_to(few.mu_norm, 0))
+
     gain['arm'] = gain.final_gain.map({True: 'with a gain', False: 'without'})
     print(above('with a gain', gain, ['batch_size', 'seed']))
     twin = grid[(grid.arm == 'baseline, fp32 logits') & (grid.lr == 0.3) & (grid.seed == 1)]
@@ -352,7 +358,9 @@ def print_numbers():
     print(above('gain at 1e-4 fp32 logits', slow[slow.lr == 1]))
     print(above('baseline, fp32 logits', slow[slow.lr == 0.3]))
 
-    print('\nmore.md')
+
+def of_more():
+    rare, quick = read('rare'), read_grid('quick')
     in_bytes = rare[rare.arm.str.startswith('bytes')]
     print('rare rows, above the baseline:', above('bytes baseline', in_bytes).T, sep='\n')
     print('above fp32 logits:', above('bytes fp32 logits', in_bytes).T, sep='\n')
@@ -361,18 +369,27 @@ def print_numbers():
     for rows in (96, 128, 256, 640):
         left = weighted[f'{rows} rows μ-centering'] / weighted[f'{rows} rows baseline']
         print(f'{rows} rows: {left:.2f} of the drift is left')
+
     demo = read('demo').groupby(['method', 'logits_dtype'])
     print('the demo:', demo.test_loss.agg(['min', 'max']), sep='\n')
-    print('8,000 steps, up to 0.3, from the baseline:',
-          above('baseline', quick[quick.lr < 1], ['lr', 'seed']).abs().max(), sep='\n')
+    differ = above('baseline', quick[quick.lr < 1], ['lr', 'seed']).abs()
+    print('8,000 steps, up to 0.3, from the baseline:', differ.max(), sep='\n')
     tied = read('quick').query('weight_tying and lr == 1')
     print('tied, at 1:', tied[['method', 'test_loss']], sep='\n')
+
     decay = pd.concat([read('again'), read('decay')])
     print('decay, at 0.003:', above('baseline', decay[decay.lr == 0.003]), sep='\n')
     print('at 0.3:', decay[decay.arm == 'decay'][['lr', 'seed', 'logit_mean']], sep='\n')
-    theirs = authors[(authors.lr == 0.003) & (authors.weight_tying == 0)]
+    theirs = AUTHORS[(AUTHORS.lr == 0.003) & (AUTHORS.weight_tying == 0)]
     theirs = theirs.pivot_table(index='size', columns='method', values='test_loss')
     print("the authors' weight decay:", from_to(theirs.weight_decay - theirs.baseline, 3))
+
+
+def print_numbers():
+    pd.set_option('display.width', 250, 'display.max_columns', 20)
+    for page, print_those in zip(PAGES, (of_readme, of_cause, of_gain, of_more), strict=True):
+        print(f'\n{page}')
+        print_those()
 
 
 if __name__ == '__main__':
