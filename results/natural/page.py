@@ -118,13 +118,15 @@ def decay_table():
     """Weight decay by Eq. 2, which the grid has at 0.3, and with the schedule, and the baseline."""
     grid = read_grid('grid').query('method == "weight_decay" and lr == 0.3')
     names = {'baseline': 'baseline', 'weight decay': 'weight decay, Eq. 2',
-             'eq2': 'weight decay, Eq. 2', 'decay': 'weight decay, λ η_t / η'}
+             'eq2': 'weight decay, Eq. 2', 'half': 'weight decay, Eq. 2, λ/2',
+             'decay': 'weight decay, λ η_t / η'}
     rows = pd.concat([read('again').query('steps == 100_000'), grid, read('decay')])
     rows['arm'] = rows.arm.map(names)
     columns = {'test loss': ('test_loss', 3), 'std of the logits': ('logit_std', 1)}
     at_0003 = by_seed(rows[rows.lr == 0.003], columns).add_prefix('at 0.003: ')
     at_03 = by_seed(rows[rows.lr == 0.3], columns).add_prefix('at 0.3: ')
-    return pd.concat([at_0003, at_03], axis=1).reindex(dict.fromkeys(names.values()))
+    table = pd.concat([at_0003, at_03], axis=1).reindex(dict.fromkeys(names.values()))
+    return table.fillna('')
 
 
 def gain_table():
@@ -316,8 +318,8 @@ def of_readme():
     spread = theirs.logit_mean_spread / theirs.logit_mean.abs()
     print(f"of the authors' {len(spread)} baselines: median {spread.median():.2f}")
 
-    weak = read('quick').query('method == "mu_loss" and lam == 1e-4 and lr == 1')
-    print('mean logit of μ-loss with λ = 1e-4:', *weak.logit_mean.round())
+    weak = pd.concat([read('quick'), read('grid')]).query('method == "mu_loss" and lam == 1e-4')
+    print('μ-loss with λ = 1e-4:', weak[['lr', 'seed', 'test_loss', 'logit_mean']], sep='\n')
     print('test loss above the baseline:', above('baseline', grid, ['lr', 'seed']), sep='\n')
     grid = grid[grid.lr == 0.3]
     print('at 0.3, above fp32 logits:', above('baseline, fp32 logits', grid), sep='\n')
@@ -336,8 +338,9 @@ def of_cause():
 
     takes['twin'] = takes.arm.str.endswith(' fp32')
     takes['what'] = takes.arm.str.removesuffix(' fp32')
-    losses = takes.pivot(index='what', columns='twin', values='test_loss')
+    losses = takes.pivot(index=['what', 'lr', 'seed'], columns='twin', values='test_loss')
     print('harm, by what is changed:', losses[False] - losses[True], sep='\n')
+    print(takes[takes.what.str.startswith('β2')][['arm', 'lr', 'seed', 'test_loss', 'logit_mean']])
 
 
 def of_gain():
