@@ -3,13 +3,15 @@ The floor: the least loss of logits whose rounding errors are uniform and indepe
 
     python -m results.why.floor laptop-1=MODEL.pt
     python -m results.why.floor gpt2^3.6=MODEL.pt     # with p^b / sum p^b of a mean entropy of 3.6 nats
+    python -m results.why.floor laptop-0.003*2=MODEL.pt    # errors of rounding at random
 
 The truth is p, the conditional distribution of a model with exact logits, at 256 test positions. If each
 logit l_i gets an error n_i, uniform in a range of width s, no l has a lower loss than
 
     floor = min over l of  E[log sum_i exp(l_i + n_i)] - sum_i p_i l_i - H(p),
 
-which gradient descent finds for each position. `own` is what the logits log p themselves lose in this way,
+which gradient descent finds for each position. Rounding at random has errors like the sum of two such.
+`own` is what the logits log p themselves lose in this way,
 and `differ` is 1 - sum_i p_i^2, the probability that two tokens drawn from p differ. All are means over the
 positions.
 
@@ -79,16 +81,20 @@ def rescale(log_p, sizes, target):
     return scaled
 
 
-def floor(log_p, sizes, s, steps=150):
-    """log p (N, K), sizes (K,) -> the floor and the own cost of each position, (N,) each."""
+def floor(log_p, sizes, s, n_uniform, steps=150):
+    """
+    log p (N, K), sizes (K,) -> the floor and the own cost of each position, (N,) each, of errors that are
+    a sum of n_uniform uniform ones.
+    """
     generator = torch.Generator().manual_seed(2)
     p = sizes * log_p.exp()
     H = entropy(log_p, sizes)
 
     def loss(logits, draws):
-        n = (torch.rand((draws, *logits.shape), generator=generator) - 0.5) * s
+        uniform = torch.rand((n_uniform, draws, *logits.shape), generator=generator) - 0.5
+        n = s * uniform.sum(dim=0)
         drawn = sizes == 1
-        log_z = (logits + sizes.log() + torch.where(drawn, n, cost_of_spacing(s))).logsumexp(dim=2)
+        log_z = (logits + sizes.log() + torch.where(drawn, n, n_uniform * cost_of_spacing(s))).logsumexp(dim=2)
         target = (p * (logits + torch.where(drawn, n, 0.0))).sum(dim=2)  # its mean is that of sum_i p_i l_i
         return (log_z - target).mean(dim=0) - H
 
@@ -112,10 +118,11 @@ def main(words):
             log_p = rescale(log_p, sizes, float(name.split('^')[1]))
         H = entropy(log_p, sizes)
         differ = 1 - (sizes * (2 * log_p).exp()).sum(dim=1)
+        n_uniform = 2 if name.endswith('*2') else 1
         for s in SPACINGS:
-            floors, own = floor(log_p, sizes, s)
+            floors, own = floor(log_p, sizes, s, n_uniform)
             row = {'model': name, 'entropy': H.mean().item(), 'entropy_std': H.std().item(),
-                   'differ': differ.mean().item(), 's': s, 'c': cost_of_spacing(s),
+                   'differ': differ.mean().item(), 's': s, 'c': n_uniform * cost_of_spacing(s),
                    'floor': floors.mean().item(), 'own': own.mean().item(),
                    'floor_error': floors.std().item() / len(floors) ** 0.5}
             rows = pd.DataFrame([row])
