@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from results.mean_logit.mean_logit import cost, read_runs
+from results.mean_logit.mean_logit import cost, read_runs, spacing
 from tools.report import NAMES
 
 HERE = Path(__file__).parent
@@ -134,7 +134,7 @@ def norms_with_decay():
     decay = 1e-4 * 50_000 * rates  # λ times the sum of η over 100,000 steps, half of them at the peak
     left = (1 - np.exp(-decay)) / decay
     return table(['η', *(f'{rate:g}' for rate in rates)],
-                    [['theirs', *theirs], ["AdamW's would leave", *(f'{x:.2f}' for x in left)]])
+                 [['theirs', *theirs], ["AdamW's would leave", *(f'{x:.2f}' for x in left)]])
 
 
 def decays():
@@ -153,7 +153,7 @@ def parity():
     largest = rows.groupby('rope')[columns].max()
     lines = [[rope, *(f'{x:.1g}' for x in row)] for rope, *row in largest.itertuples()]
     return table(["RoPE's angles", 'first weights', 'loss', 'with regulariser', 'gradients',
-                     'after 5 steps'], lines)
+                  'after 5 steps'], lines)
 
 
 # -------- results/mean_logit and results/speed
@@ -166,11 +166,11 @@ def mean_logit():
     for low, high in ((0, 64), (64, 128), (128, 256), (256, 512), (512, 1024), (1024, 2048)):
         lost = runs.excess[(size >= low) & (size < high)]
         label = str(low) if low else 'below 64'
-        step = f'{(low or 32) / 128:g}' + ('' if low else ' or less')
+        step = f'{spacing(low or 63):g}' + ('' if low else ' or less')
         c = cost(low or 63)
         lines.append([label, step, f'{c:.2g}', with_range(lost, 3, 'median'), str(len(lost))])
     return table(['mean logit from', 'logits are multiples of', 'c, nats',
-                     "the authors' runs lose: median [lowest, highest]", 'runs'], lines)
+                  "the authors' runs lose: median [lowest, highest]", 'runs'], lines)
 
 
 def or_empty(value, text):

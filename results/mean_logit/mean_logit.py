@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 HERE = Path(__file__).parent
-FLOOR = 0.003  # of the figure: smaller losses, and gains, are drawn here
+LOWEST = 0.003  # of the figure: smaller losses, and gains, are drawn here
 NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / 1000) for i in range(1000)])
 LOOKS = {'tied baseline': '^C1', 'λ = 1e-7': 'DC2', 'untied baseline': 'oC3'}  # kinds of runs
 
@@ -68,7 +68,7 @@ def report(every):
     largest = large[large.logit_mean.abs() >= 500].ratio
     print(f'loss over c from 500 on: {largest.min()} to {largest.max()}, {len(largest)} runs')
 
-    for what, by in (('all runs', large.index * 0), ('runs of one rate', large.lr)):
+    for what, by in (('all runs', np.zeros(len(large))), ('runs of one rate', large.lr)):
         rng = np.random.RandomState(1)
         n_hits = []
         for _ in range(2000):
@@ -102,22 +102,22 @@ def draw(runs):
     left.plot(x, cost(x), 'k', linewidth=0.6,
               label='c = log(sinh(s/2) / (s/2)), s: distance of BF16 numbers')
     left.plot(x, cost(x, x / 2), 'k', linewidth=2, label='c over a spread of half the mean logit')
-    ends = np.array([FLOOR, 9])
+    ends = np.array([LOWEST, 9])
     right.plot(ends, ends, 'k', linewidth=2, label='as estimated; grey: to a factor of two')
     right.fill_between(ends, ends / 2, 2 * ends, color='black', alpha=0.08)
 
     for kind, look in LOOKS.items():
         of_kind = runs[runs.kind == kind]
-        loss = of_kind.excess.clip(FLOOR)
-        right.plot(of_kind.c.clip(FLOOR), loss, look, markersize=5, alpha=0.8,
+        loss = of_kind.excess.clip(LOWEST)
+        right.plot(of_kind.c.clip(LOWEST), loss, look, markersize=5, alpha=0.8,
                    label=f'{kind} ({len(of_kind)})')
         left.plot(of_kind.logit_mean.abs().clip(4), loss, look, markersize=5, alpha=0.8)
 
     left.set(xlabel="|mean logit| at the run's end (4: or less)",
              ylabel="test loss above μ-loss's, nats")
-    right.set(xlabel=f"c over the run's own spread of mean logits, nothing fitted ({FLOOR}: or less)")
+    right.set(xlabel=f"c over the run's own spread of mean logits, nothing fitted ({LOWEST}: or less)")
     for ax in (left, right):
-        ax.set(xscale='log', yscale='log', ylim=(FLOOR * 0.9, 9))
+        ax.set(xscale='log', yscale='log', ylim=(LOWEST * 0.9, 9))
         ax.legend(loc='upper left', fontsize=8)
     figure.savefig(HERE / 'figure.png', dpi=75)
 

@@ -82,9 +82,12 @@ HEADS = {'exact_gradient': exact_gradient, 'bf16_gradient': bf16_gradient,
 GAINS = {'gain_at_1e-3': 1e-3, 'gain_at_10^-3.5': 10 ** -3.5, 'gain_at_1e-4': 1e-4}
 
 
-def make_model(args, arm, plain=train.make_model):
+plain_model = train.make_model
+
+
+def make_model(args, arm):
     """train.make_model, with what an arm changes."""
-    gpt, optimizer = plain(args)
+    gpt, optimizer = plain_model(args)
     if arm in GAINS:
         slow_down_gain(gpt, optimizer, GAINS[arm])
     if arm == 'centered_by_frequency':
@@ -97,6 +100,7 @@ def make_model(args, arm, plain=train.make_model):
 
 if __name__ == '__main__':
     arm, _, *flags = sys.argv[1:]
+    assert arm in {*HEADS, *GAINS, 'sgd_on_e', 'centered_by_frequency', 'centered_by_rows_in_use'}, arm
     model.head_logits = HEADS.get(arm, model.head_logits)
     train.make_model = lambda args: make_model(args, arm)
     if arm == 'sgd_on_e':

@@ -167,7 +167,7 @@ def fact_3_table():
 
 
 def lrs(rows):
-    """LRS of each arm as the paper prints it, underlined if never over 1% above the lowest."""
+    """LRS of each arm. Bold: the lowest. Underlined: no loss is over 1% above the lowest."""
     losses = rows.pivot(index='lr', columns='arm', values='test_loss').dropna(axis=1)
     value = (losses - losses.min()).sum() / (len(losses) - 1)
     is_good = losses.le(1.01 * losses.min(axis=1), axis=0).all()

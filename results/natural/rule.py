@@ -15,7 +15,7 @@ SETTINGS = ['table', 'lr', 'seed', 'steps', 'n_layer', 'n_embd', 'batch_size', '
             'vocab_size', 'warmup', 'beta2', 'grad_clip', 'final_gain']
 
 
-def read_runs():
+def read_baselines():
     """The untied baselines of this folder, but for arms that have no twin or are not one."""
     tables = []
     for path in sorted(HERE.glob('*/results.csv')):
@@ -30,7 +30,7 @@ def find_pairs():
     A row for each run whose mean logit is 100 or more and its twin, the same with fp32 logits. With
     rare rows the mean is weighted by frequency.
     """
-    runs = read_runs()
+    runs = read_baselines()
     runs['mean'] = runs.logit_mean.mask(runs.table == 'rare', runs.logit_mean_f)
     runs['table'] = runs.table.replace('cause_0.3', 'grid')  # which has its twins
     in_bf16 = runs.logits_dtype == 'bfloat16'

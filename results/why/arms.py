@@ -6,7 +6,6 @@ Runs of the small model in which one thing about the rounding or the learning ra
 It trains what has no row yet, one run at a time, in a minute or two each. A run is "train.py FLAGS" with
 other logits, another trunk or other learning rates, as ARMS says.
 """
-import time
 from functools import partial
 from pathlib import Path
 
@@ -54,8 +53,9 @@ def stochastic(mean):
 
 
 def inputs_alone(h, E, config):
-    """BF16 h and E, whose product is not rounded."""
-    return h.bfloat16().float() @ E.bfloat16().float().T
+    """The product of BF16 h and E, which is not rounded itself, nor is its gradient."""
+    rounded = h.detach().bfloat16().float() @ E.detach().bfloat16().float().T
+    return straight_through(plain_head(h, E, config), rounded)
 
 
 def planted(mean, dims):
@@ -69,8 +69,7 @@ def planted(mean, dims):
         h_large = h.detach() + constant
         E_large = E.detach() + constant * mean / h.shape[-1]
         error = inputs_alone(h_large, E_large, config) - h_large @ E_large.T
-        logits = plain_head(h, E, config)
-        return straight_through(logits, logits + error)
+        return plain_head(h, E, config) + error
     return head
 
 
@@ -88,7 +87,7 @@ def scaled(of_E, of_trunk):
 
 
 def bounded_trunk(args):
-    """The input of the last norm is a sum of three normalised vectors: embedding, attention and MLP."""
+    """Of one layer: the last norm's input is the sum of a normalised embedding, attention and MLP."""
     gpt, optimizer = plain_model(args)
 
     def normalise(module, inputs, output):
@@ -138,7 +137,9 @@ for times in (10, 100, 1000):
 def measure(out, args):
     """A finished run's test loss by its own head and by exact logits, and statistics."""
     gpt, _ = train.make_model(args)
-    gpt.load_state_dict(train.read_checkpoint(f'{out}/model.pt')['model'])
+    saved = train.read_checkpoint(f'{out}/model.pt')
+    assert saved['step'] == args.steps, 'it ended early: its loss was not finite'
+    gpt.load_state_dict(saved['model'])
     seen = []  # the inputs of the last norm
     gpt.norm_f.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
 
@@ -154,7 +155,7 @@ def measure(out, args):
                'test_loss_exact': F.cross_entropy(h @ gpt.E.T, targets),
                'logit_mean': means.mean(), 'logit_mean_spread': means.std(correction=0),
                'logit_std': logits.std(dim=1, correction=0).mean(),
-               'mu_norm': mu.norm(), 'row_norm': gpt.E.norm(dim=1).mean(),
+               'row_norm': gpt.E.norm(dim=1).mean(),
                'mean_share': len(gpt.E) * mu.square().sum() / gpt.E.square().sum(),
                'x_norm': x.norm(dim=1).mean()}
     return {name: value.item() for name, value in numbers.items()}
@@ -168,20 +169,16 @@ def main():
         for seed in (1, 2, 3):
             if (arm, seed) in done:
                 continue
-            begin = time.perf_counter()
             out = f'out/why/{arm.replace(" ", "_").replace(",", "")}-s{seed}'
             model.head_logits = head
             train.make_model = make_model
             command = [*FLAGS.split(), *flags.split(), f'--seed={seed}', f'--out={out}']
             train.main(command)
             args = train.read_command(command)[0]
-            seconds = round(time.perf_counter() - begin)
-            row = {'arm': arm, 'seed': seed, **measure(out, args), 'seconds': seconds}
-            rows = pd.DataFrame([row])
+            rows = pd.DataFrame([{'arm': arm, 'seed': seed, **measure(out, args)}])
             if CSV.exists():
                 rows = pd.concat([pd.read_csv(CSV), rows])
             rows.to_csv(CSV, index=False, float_format='%.6g')
-            print(row, flush=True)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,4 @@
 """The tables of README.md, its figure and its numbers, from the csv files: python -m results.why.page"""
-import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -12,7 +11,7 @@ from results.tables import by_seed, write
 HERE = Path(__file__).parent
 ARMS = pd.read_csv(HERE / 'arms.csv')
 FLOORS = pd.read_csv(HERE / 'floor.csv').pivot(index='s', columns='model', values='floor')
-SMALL, OF_AUTHORS = 'laptop-0.003', 'gpt2^3.6'  # whose p
+SMALL, AT_RANDOM, OF_AUTHORS = 'laptop-0.003', 'laptop-0.003*2', 'gpt2^3.6'
 
 
 def compare(arm, twin):
@@ -24,12 +23,8 @@ def compare(arm, twin):
 
 def without_drift(name):
     """{spacing: runs} of the arms "NAME MEAN"."""
-    found = {}
-    for arm in ARMS.arm.unique():
-        match = re.fullmatch(f'{name} (\\d+)', arm)
-        if match:
-            found[spacing(int(match[1]))] = compare(arm, 'no drift')
-    return dict(sorted(found.items()))
+    means = (100, 200, 400, 700, 1400, 2800)
+    return {spacing(mean): compare(f'{name} {mean}', 'no drift') for mean in means}
 
 
 def read_authors():
@@ -49,13 +44,14 @@ def harm_table():
     lines = {}
     for s, floors in FLOORS.iterrows():
         digits = 3 if s < 4 else 2
-        cells = [f'{cost_of_spacing(s):#.2g}', f'{floors[SMALL]:#.2g}']
-        for runs in (NEAREST[s], STOCHASTIC[s]):
+        cells = [f'{cost_of_spacing(s):#.2g}']
+        for model, runs in ((SMALL, NEAREST[s]), (AT_RANDOM, STOCHASTIC[s])):
+            cells.append(f'{floors[model]:#.2g}')
             cells.append(', '.join(f'{x:.{digits}f}' for x in runs.harm))
         cells.append(f'{floors[OF_AUTHORS]:#.2g}')
         cells.append(f'{authors["median"][s]:#.2g} ({authors["size"][s]})' if s in authors.index else '')
         lines[f'{s:g}'] = cells
-    header = ['c', 'floor', 'harm', 'at random', 'GPT-2 tokens: floor', 'the authors']
+    header = ['c', 'floor', 'harm', 'at random: floor', 'harm', 'GPT-2 tokens: floor', 'the authors']
     return pd.DataFrame.from_dict(lines, 'index', columns=header).rename_axis('s')
 
 
@@ -95,12 +91,12 @@ def draw():
                                (OF_AUTHORS, 'C3', 'GPT-2 tokens, 3.6 nats')):
         ax.plot(FLOORS.index, FLOORS[model], color, linewidth=1, label=f'floor: {name}')
 
-    for i, (s, runs) in enumerate(NEAREST.items()):
-        ax.plot([s] * len(runs), runs.harm, 'C0o', markersize=5,
-                label='small model at 0.003, rounded without drift' if i == 0 else None)
+    runs = pd.concat(runs.assign(s=s) for s, runs in NEAREST.items())
+    ax.plot(runs.s, runs.harm, 'C0o', markersize=5, label='small model at 0.003, rounded without drift')
+    # the others are drawn a little to the right and to the left of their s
     pairs = pd.read_csv(HERE.parent / 'natural/rule.csv')
     ax.plot(1.12 * spacing(pairs['mean']), pairs.harm.clip(0.003), 'C1^', markersize=5, alpha=0.6,
-            label='small model, natural drift (35 pairs)')
+            label=f'small model, natural drift ({len(pairs)} pairs)')
     authors = read_authors()
     ax.plot(authors.s / 1.12, authors.excess, 'C3s', markersize=4, alpha=0.6,
             label=f"the authors' models ({len(authors)} runs)")
@@ -120,12 +116,17 @@ def print_numbers():
     runs = ARMS[ARMS.arm.str.contains('trunk')]
     columns = 'arm seed test_loss logit_mean logit_mean_spread row_norm mean_share x_norm'.split()
     print(runs[columns])
-    for name, runs_by_spacing in (('nearest', NEAREST), ('stochastic', STOCHASTIC)):
-        for s, runs in runs_by_spacing.items():
-            over_floor = (runs.harm / FLOORS[SMALL].get(s)).round(2).tolist()
+    for name, model, arms in (('nearest', SMALL, NEAREST), ('at random', AT_RANDOM, STOCHASTIC)):
+        for s, runs in arms.items():
+            over_floor = (runs.harm / FLOORS[model][s]).round(2).tolist()
             share = (runs.at_evaluation / runs.harm).round(2).tolist()
             print(f'{name}, s {s:g}: harm over floor {over_floor}, at evaluation {share}, '
                   f"logits' std {runs.logit_std.mean():.1f}")
+    for dims in (96, 2):
+        runs = compare(f'no drift, inputs rounded at 1400 in {dims} dims', 'no drift')
+        print(f'inputs alone, {dims} dims: harm {runs.harm.round(4).tolist()}, at evaluation '
+              f'{runs.at_evaluation.round(3).tolist()}')
+    print(ARMS[ARMS.arm.str.startswith('SGD')][columns])
     authors = read_authors()
     ratio = authors.excess / authors.s.map(FLOORS[OF_AUTHORS])
     by_spacing = ratio.groupby(authors.s).agg(['median', 'min', 'max', 'size'])
