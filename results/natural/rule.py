@@ -59,8 +59,8 @@ def report(pairs):
 
     print(f'evaluation alone: within 2: {hits(pairs.bf16_cost, c)}, over c a median of '
           f'{(pairs.bf16_cost / c).median():.2f}')
-    share = (pairs.bf16_cost / harm)[mean >= 128]
-    print(f'evaluation over harm, from 128 on: {share.min():.2f} to {share.max():.2f}, median '
+    share = (pairs.bf16_cost / harm)[mean >= 256]
+    print(f'evaluation over harm, from 256 on: {share.min():.2f} to {share.max():.2f}, median '
           f'{share.median():.2f}')
     drift = mean / pairs.mean_twin
     print(f"mean logit over the twin's: above 1 in {(drift > 1).sum()}, median "
