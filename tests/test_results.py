@@ -1,4 +1,5 @@
 """The tables of README.md, tools/adopt.md and results/ are those of their csv files."""
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -13,8 +14,12 @@ from results.why import page as why
 
 @pytest.mark.parametrize('of', [tables, natural, why])
 def test_tables(of):
+    found = []
     for page in of.PAGES:
-        assert tables.with_tables(page, of.TABLES) == Path(ROOT, page).read_text(encoding='utf-8'), page
+        text = Path(ROOT, page).read_text(encoding='utf-8')
+        assert tables.with_tables(page, of.TABLES) == text, page
+        found += re.findall(r'<!-- (?!end)([\w ]+) -->', text)
+    assert sorted(found) == sorted(of.TABLES)
 
 
 def test_mean_logit():
